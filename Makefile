@@ -1,0 +1,63 @@
+# Everything runs inside .venv, made on first use from Python and this file alone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+DEMO   := $(VENV)/.installed-demo
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types unit docs clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+# uv resolves in seconds; plain pip does the same job, slower, where uv has no wheel.
+define install
+	@echo "--> installing slangvi[$(1)] into $(VENV) (once; a minute or two)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv || echo "    uv is not available: using pip"
+	@if [ -x $(BIN)/uv ]; then \
+	  UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/uv pip install --quiet -c constraints.txt -e '.[$(1)]'; \
+	else \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]'; \
+	fi
+	@touch $@
+endef
+
+$(DEMO): pyproject.toml constraints.txt
+	$(call install,demo)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,dev)
+	@touch $(DEMO)
+
+demo: $(DEMO) ## install, train on embedded data, print the table, write demo.png
+	@echo "--> slangvi demo"
+	@$(BIN)/slangvi demo --out demo.png
+
+test: $(STAMP) lint types unit ## install, lint, type-check, run tests and doctests with coverage
+
+lint: $(STAMP) ## ruff: style, docstrings, imports
+	@echo "--> ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(STAMP) ## let ruff rewrite the files
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(STAMP) ## mypy --strict on src
+	@echo "--> mypy --strict"
+	@$(BIN)/mypy
+
+unit: $(STAMP) ## tests and doctests, two workers, coverage of src must reach 95 %
+	@echo "--> pytest"
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow" --cov --cov-report=term --cov-fail-under=95 $(PYTEST_ARGS)
+
+docs: $(STAMP) ## build the documentation, warnings are errors
+	@echo "--> sphinx"
+	@$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+	@echo "    docs/_build/html/index.html"
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -1,0 +1,122 @@
+"""Argument checks whose messages say the argument, what is allowed, what came and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slangvi.types import ParamSpec
+
+__all__ = ["choice", "count", "flag", "number", "per_parameter", "rate"]
+
+PerParameter = float | Tensor | Mapping[str, float]
+
+
+def count(name: str, value: Any, least: int = 1, hint: str = "") -> int:
+    """A whole number not below `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a whole number ≥ {least}, got {value!r}. {hint}".rstrip())
+    if value < least:
+        raise ValueError(f"{name} must be ≥ {least}, got {value}. {hint}".rstrip())
+    return int(value)
+
+
+def number(name: str, value: Any, low: float, high: float = math.inf, closed: str = "", hint: str = "") -> float:
+    """A finite number between two bounds; `closed` may hold "low" and "high" to include them."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}). {hint}".rstrip())
+    result = float(value)
+    above = result >= low if "low" in closed else result > low
+    below = result <= high if "high" in closed else result < high
+    if not (math.isfinite(result) and above and below):
+        left, right = "[(]"["low" not in closed], "])"["high" not in closed]
+        raise ValueError(f"{name} must be finite and in {left}{low:g}, {high:g}{right}, got {result}. {hint}".rstrip())
+    return result
+
+
+def rate(name: str, value: Any, high: float = math.inf) -> float:
+    """A learning rate: positive; at most 1 where it is an averaging weight."""
+    hint = "Typical values lie between 1e-3 and 0.1."
+    return number(name, value, 0.0, high, closed="high" if math.isfinite(high) else "", hint=hint)
+
+
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
+    """One of a few words."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
+def per_parameter(
+    name: str,
+    value: Any,
+    spec: ParamSpec,
+    like: Tensor,
+    positive: bool = True,
+    known: ParamSpec | None = None,
+) -> Tensor:
+    """A float, a dict of names or globs, or a flat tensor, as one number per parameter entry (P,).
+
+    In a dict an exact name wins over globs, and globs are tried in the dict's order. Its keys must match a parameter
+    of `known`, the whole model, when `spec` is one group of it.
+    """
+    low = 0.0 if positive else -math.inf
+    if isinstance(value, Mapping):
+        numbers = _from_patterns(name, value, spec, known or spec, low)
+        return spec.expand(numbers, like)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return _from_tensor(name, value, spec, like, positive)
+    return like.new_full((spec.num_params,), number(name, value, low))
+
+
+def _from_patterns(
+    name: str, patterns: Mapping[str, Any], spec: ParamSpec, known: ParamSpec, low: float
+) -> list[float]:
+    values = {str(key): number(f"{name}[{key!r}]", value, low) for key, value in patterns.items()}
+    for key in values:
+        if key not in known.canonical and not any(fnmatchcase(param, key) for param in known.names):
+            raise ValueError(
+                f"{name} names {key!r}, which matches no parameter. Parameters are: {', '.join(known.names[:8])}"
+                f"{', …' if len(known.names) > 8 else ''}. Correct the name or remove the entry."
+            )
+    result = []
+    for param in spec.names:
+        match = param if param in values else next((key for key in values if fnmatchcase(param, key)), None)
+        if match is None:
+            raise ValueError(
+                f"{name} has no entry for parameter {param!r}: its keys are {sorted(values)}. "
+                'Add the name, a glob that matches it, or "*" for all others.'
+            )
+        result.append(values[match])
+    return result
+
+
+def _from_tensor(name: str, value: Tensor, spec: ParamSpec, like: Tensor, positive: bool) -> Tensor:
+    if value.shape != (spec.num_params,):
+        raise ValueError(
+            f"{name} must be a number, a dict, or a tensor of shape ({spec.num_params},) with one entry per "
+            f"parameter, got shape {tuple(value.shape)}."
+        )
+    if value.is_complex() or value.dtype is torch.bool:
+        raise TypeError(f"{name} must hold real numbers, got dtype {value.dtype}.")
+    bad = ~torch.isfinite(value) if not positive else ~(torch.isfinite(value) & (value > 0))
+    if bool(bad.any()):
+        place = int(bad.nonzero()[0, 0])
+        kind = "finite and > 0" if positive else "finite"
+        raise ValueError(f"{name} must be {kind} everywhere, got {value[place].item()} at entry {place}.")
+    return value.detach().to(like).clone()

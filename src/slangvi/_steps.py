@@ -1,0 +1,129 @@
+"""Pieces every method shares: rates, momentum, the mean step, guards against NaN, the paper's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from slangvi import _checks
+from slangvi.errors import NumericalError
+from slangvi.types import ParamSpec
+
+__all__ = ["ELBO", "InverseTime", "Prior", "Rate", "Schedule", "inverse_time", "require_finite"]
+
+Schedule = float | Callable[[int], float]
+
+
+class ELBO(NamedTuple):
+    """The evidence lower bound in its two parts.
+
+    Args:
+        expected_log_likelihood: Σ_i E_q[log p(y_i | θ)], estimated.
+        kl: KL(q ‖ prior), in closed form.
+    """
+
+    expected_log_likelihood: float
+    kl: float
+
+    @property
+    def value(self) -> float:
+        """Expected log-likelihood − KL."""
+        return self.expected_log_likelihood - self.kl
+
+
+@dataclass(frozen=True)
+class Prior:
+    """N(μ₀, diag(λ)⁻¹).
+
+    Args:
+        precision: λ, (P,).
+        mean: μ₀, (P,).
+    """
+
+    precision: Tensor
+    mean: Tensor
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate that is one number, or one number per parameter tensor when groups differ.
+
+    Args:
+        value: the number, or (P,).
+        per_tensor: the same with one entry per parameter tensor; None when `value` is a number.
+    """
+
+    value: float | Tensor
+    per_tensor: Tensor | None = None
+
+    @classmethod
+    def of(cls, values: list[float], spec: ParamSpec, like: Tensor) -> Rate:
+        """From one number per parameter tensor."""
+        if len(set(values)) == 1:
+            return cls(values[0])
+        return cls(spec.expand(values, like), torch.tensor(values, dtype=like.dtype, device=like.device))
+
+
+class InverseTime:
+    """lr_t = lr / (1 + t^decay), t counted from 1; picklable, so schedulers can be saved."""
+
+    def __init__(self, lr: float, decay: float) -> None:
+        self.lr = lr
+        self.decay = decay
+
+    def __call__(self, step: int) -> float:
+        """Rate at a step counted from 1."""
+        return float(self.lr / (1.0 + float(step) ** self.decay))
+
+
+class _FromZero(InverseTime):
+    """The same for torch's schedulers, which count from 0."""
+
+    def __call__(self, step: int) -> float:
+        return super().__call__(step + 1)
+
+
+@overload
+def inverse_time(target: Optimizer, decay: float = 0.51) -> LambdaLR: ...
+@overload
+def inverse_time(target: float, decay: float = 0.51) -> InverseTime: ...
+def inverse_time(target: Optimizer | float, decay: float = 0.51) -> LambdaLR | InverseTime:
+    r"""The paper's schedule, $\alpha_t = \alpha_0 / (1 + t^{\omega})$ with t counted in steps from 1.
+
+    Args:
+        target: an optimizer (gives a torch scheduler, call `step()` after each `opt.step()`), or α₀ itself (gives a
+            function of the step for `slangvi.slang.build(lr=...)`).
+        decay: ω ≥ 0; 0 holds the rate constant at α₀/2.
+
+    Example:
+        >>> inverse_time(0.1, decay=1.0)(4)
+        0.02
+    """
+    decay = _checks.number("decay", decay, 0.0, closed="low", hint="The paper uses 0.51 to 0.60.")
+    if isinstance(target, Optimizer):
+        return LambdaLR(target, _FromZero(1.0, decay))
+    return InverseTime(_checks.rate("lr", target), decay)
+
+
+def rate_at(name: str, schedule: Schedule, step: int, high: float = float("inf")) -> float:
+    """A rate or a function of the step, checked."""
+    return _checks.rate(name, schedule(step) if callable(schedule) else schedule, high)
+
+
+def require_finite(what: str, step: int, spec: ParamSpec, remedy: str, *vectors: Tensor) -> None:
+    """Raise `NumericalError` naming the first parameter in which a (..., P) tensor is not finite."""
+    finite = torch.stack([torch.isfinite(v).all() for v in vectors]).all()
+    if bool(finite):
+        return
+    bad = torch.stack([~torch.isfinite(v).reshape(-1, v.shape[-1]).all(0) for v in vectors]).any(0)
+    name, count = next((n, int(bad[s].sum())) for n, s in spec.slices.items() if bool(bad[s].any()))
+    raise NumericalError(
+        f"step {step}: {what} of parameter {name!r} is not finite ({count} of {bad[spec.slices[name]].numel()} "
+        f"entries). The state is unchanged. {remedy}"
+    )

@@ -1,0 +1,225 @@
+"""A multivariate normal whose precision, not covariance, is low-rank plus diagonal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import (
+    Distribution,
+    Independent,
+    MultivariateNormal,
+    Normal,
+    constraints,
+    register_kl,
+)
+from torch.distributions.utils import lazy_property
+
+from slangvi.linalg.lowrank import LowRankPrecision, factorize
+from slangvi.types import ParamSpec
+
+__all__ = ["LowRankPrecisionNormal"]
+
+
+class LowRankPrecisionNormal(Distribution):
+    r"""N(μ, (UUᵀ + diag d)⁻¹), with every operation linear in P.
+
+    $$ \log q(\theta) = \tfrac12\bigl[\log\det(UU^\top + \mathrm{diag}\,d) - P\log 2\pi
+       - (\theta-\mu)^\top (UU^\top + \mathrm{diag}\,d)(\theta-\mu)\bigr] $$
+
+    Mirrors `torch.distributions.LowRankMultivariateNormal`, which is low-rank in the *covariance*.
+
+    Args:
+        loc: μ, shape (..., P).
+        prec_factor: U, shape (..., P, L); L may be 0.
+        prec_diag: d > 0, shape (..., P).
+        validate_args: as in torch.
+        param_spec: names and shapes behind the flat vector, when the distribution is over a network's weights.
+
+    Example:
+        >>> q = LowRankPrecisionNormal(torch.zeros(2), torch.tensor([[3.0], [0.0]]), torch.tensor([1.0, 4.0]))
+        >>> q.variance
+        tensor([0.1000, 0.2500])
+        >>> q.log_prob(torch.zeros(2))
+        tensor(0.0066)
+    """
+
+    arg_constraints = {  # noqa: RUF012 - torch reads this class attribute
+        "loc": constraints.real_vector,
+        "prec_factor": constraints.independent(constraints.real, 2),
+        "prec_diag": constraints.independent(constraints.positive, 1),
+    }
+    support = constraints.real_vector
+    has_rsample = True
+
+    def __init__(
+        self,
+        loc: Tensor,
+        prec_factor: Tensor,
+        prec_diag: Tensor,
+        validate_args: bool | None = None,
+        param_spec: ParamSpec | None = None,
+    ) -> None:
+        _check_shapes(loc, prec_factor, prec_diag)
+        size = loc.shape[-1]
+        batch = torch.broadcast_shapes(loc.shape[:-1], prec_factor.shape[:-2], prec_diag.shape[:-1])
+        self.loc = loc.expand(*batch, size)
+        self.prec_factor = prec_factor.expand(*batch, size, prec_factor.shape[-1])
+        self.prec_diag = prec_diag.expand(*batch, size)
+        self.param_spec = param_spec
+        super().__init__(batch, torch.Size((size,)), validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> LowRankPrecisionNormal:
+        """The same distribution with a larger batch shape, without copying."""
+        new: LowRankPrecisionNormal = self._get_checked_instance(LowRankPrecisionNormal, _instance)  # type: ignore[no-untyped-call]
+        batch = torch.Size(batch_shape)
+        new.loc = self.loc.expand(batch + self.event_shape)
+        new.prec_factor = self.prec_factor.expand(batch + self.prec_factor.shape[-2:])
+        new.prec_diag = self.prec_diag.expand(batch + self.event_shape)
+        new.param_spec = self.param_spec
+        super(LowRankPrecisionNormal, new).__init__(batch, self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    @lazy_property
+    def precision(self) -> LowRankPrecision:
+        """The factorised precision: solve, sample, inverse diagonal, logdet."""
+        return factorize(self.prec_factor.mT, self.prec_diag)
+
+    @property
+    def mean(self) -> Tensor:
+        """μ, (..., P)."""
+        return self.loc
+
+    @property
+    def mode(self) -> Tensor:
+        """μ, (..., P)."""
+        return self.loc
+
+    @lazy_property
+    def variance(self) -> Tensor:
+        """Diag of the covariance, (..., P)."""
+        return self.precision.inv_diag()
+
+    @lazy_property
+    def precision_matrix(self) -> Tensor:
+        """UUᵀ + diag d, dense (..., P, P)."""
+        return self.prec_factor @ self.prec_factor.mT + torch.diag_embed(self.prec_diag)
+
+    @lazy_property
+    def covariance_matrix(self) -> Tensor:
+        """(UUᵀ + diag d)⁻¹, dense (..., P, P)."""
+        size = self.event_shape[0]
+        eye = torch.eye(size, dtype=self.loc.dtype, device=self.loc.device)
+        # One right-hand side per leading "sample" dimension: (P, ..., P).
+        columns = self.precision.solve(eye.reshape(size, *(1,) * len(self.batch_shape), size))
+        dense = columns.movedim(0, -1).expand(*self.batch_shape, size, size)
+        return 0.5 * (dense + dense.mT)
+
+    def rsample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Differentiable draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
+        return self.loc + self.precision.sample(torch.Size(sample_shape), generator)
+
+    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Draws without gradients, (*sample_shape, ..., P)."""
+        with torch.no_grad():
+            return self.rsample(sample_shape, generator)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density of `value` (..., P)."""
+        if self._validate_args:
+            self._validate_sample(value)
+        diff = value - self.loc
+        return 0.5 * (self.precision.logdet() - self.event_shape[0] * math.log(2 * math.pi) - self._quadratic(diff))
+
+    def entropy(self) -> Tensor:
+        """½ (P (1 + log 2π) − logdet precision)."""
+        return 0.5 * (self.event_shape[0] * (1.0 + math.log(2 * math.pi)) - self.precision.logdet())
+
+    def _quadratic(self, diff: Tensor) -> Tensor:
+        """xᵀ (UUᵀ + diag d) x as a sum of squares, so never negative."""
+        if self.prec_factor.ndim == 2:
+            inner = diff @ self.prec_factor
+        else:
+            inner = (diff.unsqueeze(-2) @ self.prec_factor).squeeze(-2)
+        return (self.prec_diag * diff.square()).sum(-1) + inner.square().sum(-1)
+
+
+def _check_shapes(loc: Tensor, prec_factor: Tensor, prec_diag: Tensor) -> None:
+    if loc.ndim < 1:
+        raise ValueError("loc must be at least one-dimensional, (..., P), got a scalar.")
+    size = loc.shape[-1]
+    if prec_factor.ndim < 2 or prec_factor.shape[-2] != size:
+        raise ValueError(
+            f"prec_factor must have shape (..., P, L) with P = {size} as in loc, got {tuple(prec_factor.shape)}."
+        )
+    if prec_diag.ndim < 1 or prec_diag.shape[-1] != size:
+        raise ValueError(f"prec_diag must have shape (..., {size}) as loc, got {tuple(prec_diag.shape)}.")
+
+
+def _gaussian_kl(trace: Tensor, quadratic: Tensor, size: int, logdet_q: Tensor, logdet_p: Tensor) -> Tensor:
+    """½ [tr(P_p Σ_q) + (μ_q−μ_p)ᵀP_p(μ_q−μ_p) − P + logdet P_q − logdet P_p]."""
+    return 0.5 * (trace + quadratic - size + logdet_q - logdet_p)
+
+
+def _diagonal(normal: Normal | Independent[Any]) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of a diagonal normal over its last dimension."""
+    if isinstance(normal, Independent):
+        if not isinstance(normal.base_dist, Normal) or len(normal.event_shape) != 1:
+            raise NotImplementedError(
+                "KL with LowRankPrecisionNormal is known for Independent(Normal, 1) only, got "
+                f"Independent({type(normal.base_dist).__name__}) with event shape {tuple(normal.event_shape)}."
+            )
+        normal = normal.base_dist
+    return normal.loc, normal.scale
+
+
+def _kl_lowrank_lowrank(q: LowRankPrecisionNormal, p: LowRankPrecisionNormal) -> Tensor:
+    directions = p.prec_factor.movedim(-1, 0)
+    trace = (p.prec_diag * q.variance).sum(-1) + (directions * q.precision.solve(directions)).sum((0, -1))
+    quadratic = p._quadratic(q.loc - p.loc)
+    return _gaussian_kl(trace, quadratic, q.event_shape[0], q.precision.logdet(), p.precision.logdet())
+
+
+def _kl_lowrank_diagonal(q: LowRankPrecisionNormal, p: Normal | Independent[Any]) -> Tensor:
+    loc, scale = _diagonal(p)
+    trace = (q.variance / scale.square()).sum(-1)
+    quadratic = ((q.loc - loc) / scale).square().sum(-1)
+    logdet_p = -2.0 * scale.log().expand(loc.shape).sum(-1)
+    return _gaussian_kl(trace, quadratic, q.event_shape[0], q.precision.logdet(), logdet_p)
+
+
+def _kl_diagonal_lowrank(q: Normal | Independent[Any], p: LowRankPrecisionNormal) -> Tensor:
+    loc, scale = _diagonal(q)
+    trace = ((p.prec_diag + p.prec_factor.square().sum(-1)) * scale.square()).sum(-1)
+    logdet_q = -2.0 * scale.log().expand(loc.shape).sum(-1)
+    return _gaussian_kl(trace, p._quadratic(loc - p.loc), p.event_shape[0], logdet_q, p.precision.logdet())
+
+
+def _kl_lowrank_dense(q: LowRankPrecisionNormal, p: MultivariateNormal) -> Tensor:
+    trace = (p.precision_matrix * q.covariance_matrix).sum((-2, -1))
+    diff = (q.loc - p.loc).unsqueeze(-1)
+    white = torch.linalg.solve_triangular(p.scale_tril, diff, upper=False)
+    quadratic = white.square().sum((-2, -1))
+    return _gaussian_kl(trace, quadratic, q.event_shape[0], q.precision.logdet(), _dense_logdet(p))
+
+
+def _kl_dense_lowrank(q: MultivariateNormal, p: LowRankPrecisionNormal) -> Tensor:
+    trace = (p.prec_diag * q.variance).sum(-1) + (q.scale_tril.mT @ p.prec_factor).square().sum((-2, -1))
+    quadratic = p._quadratic(q.loc - p.loc)
+    return _gaussian_kl(trace, quadratic, p.event_shape[0], _dense_logdet(q), p.precision.logdet())
+
+
+def _dense_logdet(normal: MultivariateNormal) -> Tensor:
+    """Logdet of the precision of a dense normal."""
+    return -2.0 * normal.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+register_kl(LowRankPrecisionNormal, LowRankPrecisionNormal)(_kl_lowrank_lowrank)
+register_kl(LowRankPrecisionNormal, MultivariateNormal)(_kl_lowrank_dense)
+register_kl(MultivariateNormal, LowRankPrecisionNormal)(_kl_dense_lowrank)
+for _kind in (Normal, Independent):
+    register_kl(LowRankPrecisionNormal, _kind)(_kl_lowrank_diagonal)
+    register_kl(_kind, LowRankPrecisionNormal)(_kl_diagonal_lowrank)

@@ -1,0 +1,114 @@
+"""What hooks write down: forward calls of modules, and what one backward pass brought to each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+__all__ = ["Backward", "Call", "Surroundings"]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Autocast and random state at the moment of a call, so that it can be made again with the same outcome."""
+
+    device: torch.device
+    autocast: bool
+    autocast_dtype: torch.dtype
+    cpu_rng: Tensor | None
+    cuda_rng: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device, with_rng: bool) -> Surroundings:
+        """Take note; the random state only when asked, since copying it costs microseconds."""
+        cuda = with_rng and device.type == "cuda"
+        return cls(
+            device,
+            torch.is_autocast_enabled(device.type),
+            torch.get_autocast_dtype(device.type),
+            torch.get_rng_state() if with_rng else None,
+            torch.cuda.get_rng_state(device) if cuda else None,
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Back to that moment inside the block, and nothing changed after it."""
+        with ExitStack() as stack:
+            devices = [self.device] if self.device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            if self.cpu_rng is not None:
+                torch.set_rng_state(self.cpu_rng)
+            if self.cuda_rng is not None:
+                torch.cuda.set_rng_state(self.cuda_rng, self.device)
+            stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast))
+            yield
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward call of a hooked module.
+
+    Args:
+        name: path of the module in the model; "" is the model itself.
+        module: the module.
+        leaves: flattened (args, kwargs), tensors detached.
+        structure: how to put the leaves back together.
+        surroundings: autocast and random state before the call; None for modules that have a rule.
+    """
+
+    name: str
+    module: nn.Module
+    leaves: list[Any]
+    structure: TreeSpec
+    surroundings: Surroundings | None
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = [x._version for x in self.leaves if isinstance(x, Tensor)]
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module, args: Any, kwargs: Any, surroundings: Surroundings | None) -> Call:
+        """Note a call, detaching its tensors."""
+        leaves, structure = tree_flatten((args, kwargs))
+        leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        return cls(name, module, leaves, structure, surroundings)
+
+    @property
+    def first_tensor(self) -> Tensor | None:
+        """The first tensor among the arguments that has a batch dimension."""
+        return next((x for x in self.leaves if isinstance(x, Tensor) and x.ndim), None)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no input was modified in place since the call."""
+        return self.versions == [x._version for x in self.leaves if isinstance(x, Tensor)]
+
+
+@dataclass
+class Backward:
+    """One backward pass.
+
+    Args:
+        cotangents: for each call it reached, output leaf → gradient of the loss.
+        totals: canonical parameter name → gradient of the loss, as autograd added it up.
+        accumulated: whether it was a `backward()`, which adds to p.grad, and not a `torch.autograd.grad`.
+    """
+
+    cotangents: dict[Call, dict[int, Tensor]] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    accumulated: bool = False
+
+    def absorb(self, other: Backward) -> None:
+        """Add a second pass through the same graph: the same examples, one more loss term."""
+        for call, grads in other.cotangents.items():
+            mine = self.cotangents.setdefault(call, {})
+            for leaf, grad in grads.items():
+                mine[leaf] = mine[leaf] + grad if leaf in mine else grad
+        for name, total in other.totals.items():
+            self.totals[name] = self.totals[name] + total if name in self.totals else total

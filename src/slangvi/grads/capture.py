@@ -1,0 +1,213 @@
+"""Hooks that write down what per-example gradients need while the user's own forward and backward run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten
+
+from slangvi.errors import UnsupportedModuleError
+from slangvi.grads.assemble import Assembler, Engine
+from slangvi.grads.calls import Backward, Call, Surroundings
+from slangvi.grads.factored import RowGroup
+from slangvi.grads.rules import find_rule
+from slangvi.grads.rules.embedding import check_embedding
+from slangvi.types import Params, ParamSpec
+
+__all__ = ["GradientCapture"]
+
+
+class GradientCapture:
+    """Records forward calls and output gradients of a model between `recording()` and `collect()`.
+
+    Hooks are registered once and do nothing outside `recording()`; they hold no reference to this object, and leave
+    the model when it is deleted.
+
+    Args:
+        model: any module; its first tensor argument and its output have the batch as first dimension.
+        spec: the parameters to infer.
+        dtype: dtype of the rows.
+        engine: "factored" or "dense".
+        verify: check patterns of calls not seen before.
+        leaf_totals: also record the gradients that reach the model's own parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ParamSpec,
+        dtype: torch.dtype,
+        engine: Engine = "factored",
+        verify: bool = True,
+        leaf_totals: bool = True,
+    ) -> None:
+        self.model = model
+        self.assembler = Assembler(model, spec, dtype, engine, verify)
+        self.active = False
+        self._backwards: dict[int, Backward] = {}
+        self._before: dict[str, Surroundings] = {}
+        self.modules = _recorded_modules(model, spec)
+        params = {spec.canonical[n]: p for n, p in model.named_parameters() if n in spec.canonical}
+        handles = []
+        for name, module in self.modules.items():
+            hook = _ForwardHook(weakref.ref(self), name)
+            handles.append(module.register_forward_pre_hook(_PreHook(weakref.ref(self), name)))
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        for name, param in params.items():
+            if leaf_totals:
+                handles.append(param.register_hook(partial(_store_total, weakref.ref(self), name)))
+                handles.append(param.register_post_accumulate_grad_hook(partial(_confirm, weakref.ref(self))))
+        self._finalizer = weakref.finalize(self, _remove, handles)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._finalizer()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Write down calls and gradients inside the block; what an earlier block left is dropped."""
+        check_model(self.model)
+        self._backwards.clear()
+        self._before.clear()
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+
+    def collect(self, values: Params, totals: Params | None = None, num_examples: int | None = None) -> list[RowGroup]:
+        """Per-example gradients of the passes recorded, one group for each.
+
+        Args:
+            values: canonical parameter name → value the passes were made with.
+            totals: gradients of the parameters, when they were not recorded by leaf hooks (one pass only).
+            num_examples: M when known.
+        """
+        passes, self._backwards = list(self._backwards.values()), {}
+        if totals is not None and passes:
+            passes[-1].totals, passes[-1].accumulated = dict(totals), True
+        # torch.autograd.grad passes through the same hooks, but is no training signal: it leaves p.grad alone.
+        reached = _merged([backward for backward in passes if backward.accumulated and backward.totals])
+        for backward in reached:
+            if not backward.cotangents:
+                raise UnsupportedModuleError(
+                    "gradients reached the parameters, but no call of the model was recorded. Run forward and "
+                    "backward inside the same block, on this model, without reentrant checkpointing "
+                    "(use_reentrant=False works)."
+                )
+        return [self.assembler.assemble(backward, values, num_examples) for backward in reached]
+
+    def note_surroundings(self, name: str) -> None:
+        """Before a call that may have to be made again: autocast and, in train mode, the random state."""
+        module = self.modules[name]
+        if name == "" or find_rule(module) is None:
+            device = next(iter(self.model.parameters())).device
+            self._before[name] = Surroundings.now(device, with_rng=self.model.training)
+
+    def note_call(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        """After a call: keep its inputs, and ask its outputs for their gradients."""
+        call = Call.of(name, self.modules[name], args, kwargs, self._before.get(name))
+        for leaf, value in enumerate(tree_flatten(output)[0]):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(partial(_store_cotangent, weakref.ref(self), call, leaf))
+
+    def current_backward(self) -> Backward:
+        """The record of the backward pass that is running."""
+        return self._backwards.setdefault(torch._C._current_graph_task_id(), Backward())
+
+
+class _Hook:
+    """A hook that forgets its owner when copied or pickled: copies of a model are not recorded."""
+
+    def __init__(self, owner: weakref.ref[GradientCapture] | None = None, name: str = "") -> None:
+        self.owner = owner
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def listening(self, module: nn.Module) -> GradientCapture | None:
+        owner = self.owner() if self.owner is not None else None
+        ready = owner is not None and owner.active and torch.is_grad_enabled()
+        return owner if ready and owner is not None and owner.modules[self.name] is module else None
+
+
+class _PreHook(_Hook):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        owner = self.listening(module)
+        if owner is not None:
+            owner.note_surroundings(self.name)
+
+
+class _ForwardHook(_Hook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        owner = self.listening(module)
+        if owner is not None:
+            owner.note_call(self.name, args, kwargs, output)
+
+
+def _store_cotangent(owner: weakref.ref[GradientCapture], call: Call, leaf: int, grad: Tensor) -> None:
+    capture = owner()
+    if capture is not None and capture.active:
+        capture.current_backward().cotangents.setdefault(call, {})[leaf] = grad.detach()
+
+
+def _store_total(owner: weakref.ref[GradientCapture], name: str, grad: Tensor) -> None:
+    capture = owner()
+    if capture is not None and capture.active:
+        # Autograd may take a gradient nobody else holds as p.grad; this reference makes it copy instead. With
+        # create_graph=True the graph must not be kept alive.
+        capture.current_backward().totals[name] = grad.detach().clone() if grad.requires_grad else grad
+
+
+def _confirm(owner: weakref.ref[GradientCapture], param: Tensor) -> None:
+    capture = owner()
+    if capture is not None and capture.active:
+        capture.current_backward().accumulated = True
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse modules under which the examples of a batch have no gradients of their own."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise UnsupportedModuleError(
+                f"module {name!r} ({type(module).__name__}) normalises with statistics of the batch, so examples "
+                "have no gradients of their own. Put it in eval mode (module.eval()) with running statistics, or "
+                "use GroupNorm or LayerNorm instead."
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad:
+            check_embedding(name, module)
+
+
+def _recorded_modules(model: nn.Module, spec: ParamSpec) -> dict[str, nn.Module]:
+    """The model itself and every module that owns an inferred parameter."""
+    found = {"": model}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if any(prefix + local in spec.canonical for local in module._parameters):
+            found[name] = module
+    return found
+
+
+def _merged(backwards: list[Backward]) -> list[Backward]:
+    """Passes in order; one that reached a call an earlier pass had reached is added to that pass."""
+    merged: list[Backward] = []
+    for backward in backwards:
+        twin = next((b for b in merged if b.cotangents.keys() & backward.cotangents.keys()), None)
+        if twin is None:
+            merged.append(backward)
+        else:
+            twin.absorb(backward)
+    return merged
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,127 @@
+"""Per-example gradients of any module by calling it again: one vmap where possible, one backward per example where not.
+
+Both take the recorded inputs of a call and the recorded gradient of its outputs, so the loss is never needed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from slangvi.errors import UnsupportedModuleError
+from slangvi.grads.calls import Call, Surroundings
+
+__all__ = ["Replay"]
+
+
+class Replay:
+    """A call that can be made again with other parameter values.
+
+    Args:
+        call: the recorded call.
+        params: values by name local to the module; all others stay as they are.
+        cotangents: output leaf → gradient of the loss there, first dimension M.
+        num_examples: M.
+    """
+
+    def __init__(
+        self, call: Call, params: Mapping[str, Tensor], cotangents: Mapping[int, Tensor], num_examples: int
+    ) -> None:
+        if not call.untouched:
+            raise UnsupportedModuleError(
+                f"an input of module {call.name!r} ({type(call.module).__name__}) was modified in place after the "
+                "call, so its per-example gradients cannot be computed. Use the out-of-place operation."
+            )
+        self.call = call
+        self.params = {name: value.detach() for name, value in params.items()}
+        self.num_examples = num_examples
+        self.cotangents = {k: v for k, v in cotangents.items() if v.ndim and v.shape[0] == num_examples}
+        self._buffers = dict(call.module.named_buffers())
+
+    @property
+    def by_example(self) -> bool:
+        """Whether inputs and outputs carry the batch in their first dimension."""
+        return bool(self.cotangents) and any(self._batched(x) for x in self.call.leaves)
+
+    def rows(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Gradients of the named parameters, each (M, p): vmap first, example by example when it cannot."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # vmap speaks of slow batching rules; the result is the same
+                return self.rows_by_vmap(names)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
+            # Data-dependent control flow, in-place updates, random draws, missing batching rules (GRU).
+            return self.rows_by_masking(names, range(self.num_examples))
+
+    def rows_by_vmap(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Each example as a batch of one; needs a module that treats examples independently and draws nothing."""
+        chosen = {name: self.params[name] for name in names}
+        slots = [0 if self._batched(x) else None for x in self.call.leaves]
+
+        def one(leaves: list[Any], cotangents: list[Tensor]) -> dict[str, Tensor]:
+            single = [x if slot is None else x.unsqueeze(0) for x, slot in zip(leaves, slots, strict=True)]
+            pull = torch.func.vjp(lambda chosen: self._outputs(chosen, single), chosen)[1]
+            (grads,) = pull([x.unsqueeze(0) for x in cotangents])
+            return dict(grads)
+
+        mapped = torch.func.vmap(one, in_dims=(slots, 0), randomness="error")
+        with self._surroundings().restored():
+            grads = mapped(self.call.leaves, list(self.cotangents.values()))
+        return {name: grad.reshape(self.num_examples, -1) for name, grad in grads.items()}
+
+    def rows_by_masking(self, names: Sequence[str], examples: Sequence[int]) -> dict[str, Tensor]:
+        """One full call, then one backward per example with every other example's gradient set to zero.
+
+        This is the definition: it holds for modules that mix examples and, the random state being replayed, for
+        modules that draw random numbers.
+        """
+        pull = self._recorded(names)
+        grads = [pull(self._masked(example)) for example in examples]
+        return {name: torch.stack([g[name].flatten() for g in grads]) for name in names}
+
+    def totals(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Gradients of the named parameters summed over the batch, from the recorded output gradients."""
+        return self._recorded(names)(list(self.cotangents.values()))
+
+    def _recorded(self, names: Sequence[str]) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+        """Make the call once with gradients on; return the map from output gradients to parameter gradients."""
+        chosen = {name: self.params[name].clone().requires_grad_() for name in names}
+        with torch.enable_grad(), self._surroundings().restored():
+            outputs = self._outputs(chosen, self.call.leaves)
+
+        def pull(cotangents: list[Tensor]) -> dict[str, Tensor]:
+            grads = torch.autograd.grad(
+                outputs, list(chosen.values()), cotangents, retain_graph=True, allow_unused=True
+            )
+            filled = (torch.zeros_like(v) if g is None else g for v, g in zip(chosen.values(), grads, strict=True))
+            return dict(zip(chosen, filled, strict=True))
+
+        return pull
+
+    def _outputs(self, chosen: Mapping[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
+        """Output leaves that carry gradient, with modules' buffers kept out of reach of in-place updates."""
+        args, kwargs = tree_unflatten(list(leaves), self.call.structure)
+        values = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        values |= self.params | dict(chosen)
+        outputs = torch.func.functional_call(self.call.module, values, args, kwargs)
+        flat = tree_flatten(outputs)[0]
+        return [flat[leaf] for leaf in self.cotangents]
+
+    def _masked(self, example: int) -> list[Tensor]:
+        masked = [torch.zeros_like(x) for x in self.cotangents.values()]
+        for target, source in zip(masked, self.cotangents.values(), strict=True):
+            target[example] = source[example]
+        return masked
+
+    def _batched(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == self.num_examples
+
+    def _surroundings(self) -> Surroundings:
+        found = self.call.surroundings
+        assert found is not None
+        return found

@@ -1,0 +1,155 @@
+"""How a network's outputs explain targets: log-probability of each example, and the predictive behind the link."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi.errors import NumericalError
+
+__all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "likelihood_named"]
+
+
+class Likelihood(ABC):
+    """log p(y | f) for network outputs f."""
+
+    @abstractmethod
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Log-probability of each example, summed over its output dimensions: (M,)."""
+
+    @abstractmethod
+    def predictive(self, outputs: Tensor) -> Tensor:
+        """Outputs behind the link: class probabilities or the mean."""
+
+    def of(self, model: nn.Module) -> Callable[[Mapping[str, Tensor], tuple[Any, Tensor]], Tensor]:
+        """The log-likelihood of a module as a function of (params, (x, y)), for `slangvi.slang.build`."""
+
+        def log_likelihood(params: Mapping[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
+            x, y = batch
+            return self.log_prob(torch.func.functional_call(model, dict(params), (x,)), y)
+
+        return log_likelihood
+
+
+class Categorical(Likelihood):
+    """Classes 0…C−1 from C logits in the last dimension.
+
+    Example:
+        >>> Categorical().log_prob(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))
+        tensor([-0.6931])
+    """
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Log-softmax at the targets; outputs (M, ..., C), targets (M, ...)."""
+        check_labels(targets, outputs.shape[-1])
+        if targets.shape != outputs.shape[:-1]:
+            raise _shape_error(targets, tuple(outputs.shape[:-1]))
+        losses = F.cross_entropy(outputs.movedim(-1, 1), targets, reduction="none") if outputs.ndim > 1 else None
+        if losses is None:
+            raise ValueError(f"outputs must have shape (M, ..., C), got {tuple(outputs.shape)}.")
+        return -_sum_but_first(losses)
+
+    def predictive(self, outputs: Tensor) -> Tensor:
+        """Softmax over the last dimension."""
+        return outputs.softmax(-1)
+
+
+class Bernoulli(Likelihood):
+    """Zero-one targets from logits of the same shape.
+
+    Example:
+        >>> Bernoulli().log_prob(torch.zeros(2), torch.tensor([0.0, 1.0]))
+        tensor([-0.6931, -0.6931])
+    """
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Log σ(±f), stable at any logit."""
+        if targets.shape != outputs.shape:
+            raise _shape_error(targets, tuple(outputs.shape))
+        values = targets.to(outputs.dtype)
+        if _eager(values) and not bool(((values >= 0) & (values <= 1)).all()):
+            raise ValueError("targets must lie in [0, 1], got values outside. Code the classes as 0 and 1.")
+        return -_sum_but_first(F.binary_cross_entropy_with_logits(outputs, values, reduction="none"))
+
+    def predictive(self, outputs: Tensor) -> Tensor:
+        """Sigmoid."""
+        return outputs.sigmoid()
+
+
+class Gaussian(Likelihood):
+    """Real targets with known noise.
+
+    Args:
+        noise_precision: τ = 1/σ², on the scale of the targets.
+
+    Example:
+        >>> Gaussian(noise_precision=4.0).log_prob(torch.zeros(1), torch.tensor([0.5]))
+        tensor([-0.7258])
+    """
+
+    def __init__(self, noise_precision: float = 1.0) -> None:
+        self.noise_precision = _checks.number("noise_precision", noise_precision, 0.0, hint="It is 1/σ².")
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """½ (log τ − log 2π − τ (y − f)²)."""
+        if targets.shape != outputs.shape:
+            raise _shape_error(targets, tuple(outputs.shape))
+        if _eager(targets) and not bool(torch.isfinite(targets).all()):
+            raise NumericalError(f"targets hold {int((~torch.isfinite(targets)).sum())} NaN or Inf. Clean the data.")
+        constant = math.log(self.noise_precision) - math.log(2 * math.pi)
+        return _sum_but_first(0.5 * (constant - self.noise_precision * (targets - outputs).square()))
+
+    def predictive(self, outputs: Tensor) -> Tensor:
+        """The mean, unchanged."""
+        return outputs
+
+
+_NAMED: dict[str, Callable[[], Likelihood]] = {
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+}
+
+
+def likelihood_named(value: str | Likelihood) -> Likelihood:
+    """A likelihood, or its name."""
+    if isinstance(value, Likelihood):
+        return value
+    return _NAMED[_checks.choice("likelihood", value, tuple(_NAMED))]()
+
+
+def check_labels(targets: Tensor, num_classes: int) -> None:
+    """Labels must be whole numbers 0…C−1."""
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
+        raise TypeError(f"targets must be integer class labels, got dtype {targets.dtype}. Convert with .long().")
+    if not _eager(targets) or targets.numel() == 0:
+        return
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0 or high >= num_classes:
+        raise ValueError(
+            f"targets must be labels 0…{num_classes - 1} (the model has {num_classes} outputs), got values from {low} "
+            f"to {high}. Renumber the classes or widen the last layer."
+        )
+
+
+def _eager(values: Tensor) -> bool:
+    """Values can be looked at: not inside vmap, where a check would have to branch on a batch."""
+    return not torch._C._functorch.is_batchedtensor(values)
+
+
+def _sum_but_first(values: Tensor) -> Tensor:
+    return values.reshape(values.shape[0], -1).sum(1)
+
+
+def _shape_error(targets: Tensor, expected: tuple[int, ...]) -> ValueError:
+    return ValueError(
+        f"targets must have shape {expected} to match the outputs, got {tuple(targets.shape)}. Reshape one of them: "
+        "broadcasting would compare every target with every output."
+    )

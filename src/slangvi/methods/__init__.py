@@ -1,0 +1,1 @@
+"""One file per method; in each: State, Info, init, update, sample, build, and the optimizer."""

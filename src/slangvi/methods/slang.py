@@ -1,0 +1,492 @@
+r"""SLANG: natural-gradient variational inference with a low-rank plus diagonal precision (Mishkin et al. 2018).
+
+$$ q(\theta) = \mathcal N\bigl(\mu, (UU^\top + \mathrm{diag}\,d)^{-1}\bigr) $$
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi._steps import ELBO, Prior, Rate, Schedule, rate_at, require_finite
+from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.errors import NumericalError
+from slangvi.grads import FactoredGradients, GradientCapture, per_example_gradients
+from slangvi.grads.assemble import Engine
+from slangvi.grads.dense import batch_size
+from slangvi.linalg import LowRankPrecision, factorize, top_factor
+from slangvi.optimizer import Settings, VariationalOptimizer
+from slangvi.types import GradientOperator, Params, ParamSpec, Transform
+
+__all__ = ["SLANG", "Info", "State", "build", "init", "kl_to_prior", "posterior", "sample", "update"]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What the next step needs.
+
+    Args:
+        loc: μ, (P,).
+        prec_factor: U by rows, (L, P).
+        prec_diag: d, (P,).
+        momentum: m, the running mean of likelihood gradients, (P,).
+        step: steps taken so far.
+        spec: names and shapes behind the flat vectors.
+    """
+
+    loc: Tensor
+    prec_factor: Tensor
+    prec_diag: Tensor
+    momentum: Tensor
+    step: int
+    spec: ParamSpec
+
+    @cached_property
+    def precision(self) -> LowRankPrecision:
+        """UUᵀ + diag d, factorised once per state."""
+        return factorize(self.prec_factor, self.prec_diag)
+
+
+@dataclass(frozen=True, eq=False)
+class Info:
+    """What a step can tell besides the new state.
+
+    Args:
+        step: number of the step, from 1.
+        num_rows: R, per-example gradients used.
+        spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,).
+        total: sum of all its eigenvalues; `captured` is the share that U⁺ holds.
+        clipped: Σ of negative diagonal corrections set to zero; rounding only.
+        expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
+    """
+
+    step: int
+    num_rows: int
+    spectrum: Tensor
+    total: Tensor
+    clipped: Tensor
+    expected_log_likelihood: float = float("nan")
+    _state: State | None = field(default=None, repr=False)
+    _prior: Prior | None = field(default=None, repr=False)
+
+    @property
+    def captured(self) -> float:
+        """Share of the curvature's trace that the low-rank part holds, 0…1."""
+        total = float(self.total)
+        return float(self.spectrum.sum()) / total if total > 0 else 1.0
+
+    @property
+    def rank_used(self) -> int:
+        """Directions whose eigenvalue is above rounding."""
+        tiny = torch.finfo(self.spectrum.dtype).eps * float(self.total)
+        return int((self.spectrum > tiny).sum())
+
+    @property
+    def loss(self) -> float:
+        """Negative expected log-likelihood, the fit part of the negative ELBO."""
+        return -self.expected_log_likelihood
+
+    @cached_property
+    def kl(self) -> float:
+        """KL(q ‖ prior) after the step, computed when first asked for."""
+        assert self._state is not None
+        assert self._prior is not None
+        return float(kl_to_prior(self._state, self._prior))
+
+    @property
+    def elbo(self) -> ELBO:
+        """Both parts together."""
+        return ELBO(self.expected_log_likelihood, self.kl)
+
+
+def init(params: Params, rank: int, init_precision: Any = 1.0) -> State:
+    """Start at the given values with U = 0 and d = `init_precision`.
+
+    Args:
+        params: name → tensor.
+        rank: L ≥ 0.
+        init_precision: number, dict of names or globs, or (P,) tensor.
+    """
+    rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    spec = ParamSpec.of(params)
+    dtype = torch.float64 if any(p.dtype is torch.float64 for p in params.values()) else torch.float32
+    loc = spec.flatten({name: value.detach() for name, value in params.items()}, dtype)
+    if not bool(torch.isfinite(loc).all()):
+        raise ValueError("params must be finite, got NaN or Inf. Re-initialise the model.")
+    diag = _checks.per_parameter("init_precision", init_precision, spec, loc)
+    return State(loc, loc.new_zeros(rank, len(loc)), diag, torch.zeros_like(loc), 0, spec)
+
+
+def update(
+    state: State,
+    gradients: GradientOperator,
+    *,
+    num_data: float,
+    prior: Prior,
+    lr: Rate,
+    precision_lr: Rate | None = None,
+    momentum: float | Tensor = 0.9,
+) -> tuple[State, Info]:
+    r"""One step of SLANG from per-example gradients G (R rows).
+
+    $$ \hat G = \tfrac{N}{R} G^\top G, \qquad A = (1-\beta)\,UU^\top + \beta \hat G, \qquad
+       U^+ = Q_{1:L}\Lambda_{1:L}^{1/2} $$
+    $$ d^+ = (1-\beta)\,d + \beta\lambda + \mathrm{diag}\,A - \mathrm{diag}\,U^+U^{+\top} $$
+    $$ m^+ = \gamma m + (1-\gamma)\tfrac{N}{R}\textstyle\sum_r g_r, \qquad
+       \mu^+ = \mu - \alpha\,(U^+U^{+\top} + \mathrm{diag}\,d^+)^{-1}
+       \bigl[\tfrac{m^+}{1-\gamma^t} + \lambda(\mu-\mu_0)\bigr] $$
+
+    Args:
+        state: before the step; never modified.
+        gradients: operator over R rows.
+        num_data: N, divided by the temperature if there is one.
+        prior: λ and μ₀.
+        lr: α.
+        precision_lr: β; None means α.
+        momentum: γ, on the likelihood gradient only.
+
+    Returns:
+        The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
+        that is not finite.
+    """
+    step, U, d = state.step + 1, state.prec_factor, state.prec_diag
+    beta = (precision_lr or lr).value
+    weight = num_data / gradients.num_rows
+    total, squares = gradients.sum(), gradients.square_sum()
+    require_finite("the gradient", step, state.spec, _GRADIENT_REMEDY, total, squares)
+
+    per_tensor = (precision_lr or lr).per_tensor
+    gains = None if per_tensor is None else per_tensor * weight
+    top = top_factor(U, gradients, keep=1 - beta, gain=beta * weight, gain_per_tensor=gains)
+    diag_A = (1 - beta) * U.square().sum(0) + beta * weight * squares
+    correction = diag_A - top.factor.square().sum(0)
+    diag = (1 - beta) * d + beta * prior.precision + correction.clamp_min(0)
+    require_finite("the new precision", step, state.spec, _STATE_REMEDY, diag, top.factor)
+
+    average = momentum * state.momentum + (1 - momentum) * weight * total
+    gradient = average / (1 - momentum**step) + prior.precision * (state.loc - prior.mean)
+    precision = factorize(top.factor, diag)
+    loc = state.loc - lr.value * precision.solve(gradient)
+    require_finite("the new mean", step, state.spec, _STATE_REMEDY, loc)
+
+    new = State(loc, top.factor, diag, average, step, state.spec)
+    new.__dict__["precision"] = precision  # fills the cached property: the next draw needs the same factorisation
+    clipped = (-correction).clamp_min(0).sum()
+    return new, Info(step, gradients.num_rows, top.spectrum, top.total, clipped, _state=new, _prior=prior)
+
+
+_GRADIENT_REMEDY = "Look for NaN or Inf in the inputs and the loss, or skip this batch."
+_STATE_REMEDY = "Lower lr, raise prior_precision or init_precision, or use float64 parameters."
+
+
+def sample(
+    state: State, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
+) -> dict[str, Tensor]:
+    """Draws from q: name → tensor with `sample_shape` in front of the parameter's shape."""
+    return state.spec.unflatten(state.loc + state.precision.sample(tuple(sample_shape), generator))
+
+
+def posterior(state: State) -> LowRankPrecisionNormal:
+    """Q as a torch distribution over the flat vector."""
+    return LowRankPrecisionNormal(
+        state.loc, state.prec_factor.mT, state.prec_diag, validate_args=False, param_spec=state.spec
+    )
+
+
+def kl_to_prior(state: State, prior: Prior) -> Tensor:
+    r"""$\tfrac12[\sum\lambda\,\mathrm{diag}\Sigma + \sum\lambda(\mu-\mu_0)^2 - P - \sum\log\lambda + \log\det]$."""
+    lam = prior.precision
+    spread = (lam * state.precision.inv_diag()).sum() + (lam * (state.loc - prior.mean).square()).sum()
+    return 0.5 * (spread - len(lam) - lam.log().sum() + state.precision.logdet())
+
+
+def build(
+    log_likelihood: Callable[[Params, Any], Tensor],
+    *,
+    num_data: int,
+    rank: int,
+    lr: Schedule,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    precision_lr: Schedule | None = None,
+    momentum: float = 0.9,
+    mc_samples: int = 1,
+    init_precision: Any = 1.0,
+    temperature: float = 1.0,
+    model: nn.Module | None = None,
+    engine: Engine | None = None,
+    verify: bool = True,
+    memory_limit: int | None = None,
+) -> Transform:
+    """SLANG as pure functions over an immutable state.
+
+    Args:
+        log_likelihood: (params, batch) → (M,), the log-likelihood of each example.
+        num_data: N, examples in the training set.
+        rank: L ≥ 0, columns of U.
+        lr: α, a number or a function of the step counted from 1.
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
+        prior_mean: μ₀, likewise.
+        precision_lr: β, at most 1; None follows `lr`.
+        momentum: γ.
+        mc_samples: S, draws of the weights per step.
+        init_precision: d at the start.
+        temperature: the likelihood is weighed by 1/temperature.
+        model: the module behind `log_likelihood`, so that the factored engine can see its layers.
+        engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
+        verify: let the factored engine check two examples of every new pattern of calls.
+        memory_limit: bytes the dense engine's rows may take.
+
+    Returns:
+        `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)`, `posterior(state)`.
+
+    Example:
+        >>> def log_likelihood(params, batch):
+        ...     return -0.5 * (batch["y"] - batch["x"] @ params["w"]) ** 2
+        >>> vi = build(log_likelihood, num_data=2, rank=1, lr=0.5)
+        >>> state = vi.init({"w": torch.zeros(1)})
+        >>> batch = {"x": torch.tensor([[1.0], [2.0]]), "y": torch.tensor([1.0, 2.0])}
+        >>> state, info = vi.update(state, batch, generator=torch.Generator().manual_seed(0))
+        >>> state.step, info.num_rows
+        (1, 2)
+    """
+    size = _checks.count("num_data", num_data, hint="Pass the number of training examples.")
+    rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    draws = _checks.count("mc_samples", mc_samples)
+    decay = _checks.number("momentum", momentum, 0.0, 1.0, closed="low")
+    heat = _checks.number("temperature", temperature, 0.0)
+    kind = _checks.choice("engine", engine or ("factored" if model else "dense"), ("factored", "dense"))
+    if memory_limit is not None:
+        memory_limit = _checks.count("memory_limit", memory_limit, hint="It is a number of bytes.")
+    if kind == "factored" and model is None:
+        raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
+    ceiling = 1.0 if precision_lr is None else float("inf")
+    _check_schedule("lr", lr, ceiling)
+    _check_schedule("precision_lr", precision_lr, 1.0)
+    gather = (
+        _factored_gatherer(log_likelihood, model, rank, verify)
+        if kind == "factored" and model is not None
+        else partial(_dense_gradients, log_likelihood, memory_limit)
+    )
+    priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
+
+    def prior_of(state: State) -> Prior:
+        key = (state.spec, state.loc.dtype, state.loc.device)
+        if key not in priors:
+            lam = _checks.per_parameter("prior_precision", prior_precision, state.spec, state.loc)
+            mean = _checks.per_parameter("prior_mean", prior_mean, state.spec, state.loc, positive=False)
+            priors[key] = Prior(lam, mean)
+        return priors[key]
+
+    def begin(params: Params) -> State:
+        state = init(params, rank, init_precision)
+        prior_of(state)
+        return state
+
+    def advance(state: State, batch: Any, generator: torch.Generator | None = None) -> tuple[State, Info]:
+        step = state.step + 1
+        alpha = rate_at("lr", lr, step, ceiling)
+        beta = None if precision_lr is None else Rate(rate_at("precision_lr", precision_lr, step, 1.0))
+        thetas = state.loc + state.precision.sample((draws,), generator)
+        gradients, mean_log_likelihood = gather(state.spec, thetas, batch)
+        new, info = update(
+            state,
+            gradients,
+            num_data=size / heat,
+            prior=prior_of(state),
+            lr=Rate(alpha),
+            precision_lr=beta,
+            momentum=decay,
+        )
+        return new, replace(info, expected_log_likelihood=size * mean_log_likelihood)
+
+    return Transform(begin, advance, sample, posterior)
+
+
+def _check_schedule(name: str, schedule: Schedule | None, ceiling: float) -> None:
+    """Numbers are checked when built; functions of the step, at every step."""
+    if schedule is not None and not callable(schedule):
+        _checks.rate(name, schedule, ceiling)
+
+
+def _checked_log_likelihood(values: Any, num_examples: int) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != (num_examples,):
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(
+            f"log_likelihood must return one value per example, shape ({num_examples},), got {shape}. "
+            "Use reduction='none' and sum over output dimensions."
+        )
+    if not bool(torch.isfinite(values).all()):
+        count = int((~torch.isfinite(values)).sum())
+        raise NumericalError(
+            f"log_likelihood is not finite for {count} of {num_examples} examples. The state is unchanged. "
+            + _GRADIENT_REMEDY
+        )
+    return values
+
+
+def _dense_gradients(
+    log_likelihood: Callable[[Params, Any], Tensor],
+    memory_limit: int | None,
+    spec: ParamSpec,
+    thetas: Tensor,
+    batch: Any,
+) -> tuple[GradientOperator, float]:
+    count = batch_size(batch)
+    with torch.no_grad():
+        values = [_checked_log_likelihood(log_likelihood(spec.unflatten(t), batch), count) for t in thetas]
+    operator = per_example_gradients(log_likelihood, spec, thetas, batch, memory_limit)
+    return operator, float(torch.stack(values).mean())
+
+
+def _factored_gatherer(
+    log_likelihood: Callable[[Params, Any], Tensor], model: nn.Module, rank: int, verify: bool
+) -> Callable[[ParamSpec, Tensor, Any], tuple[GradientOperator, float]]:
+    captures: dict[tuple[ParamSpec, torch.dtype], GradientCapture] = {}
+
+    def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
+        count = batch_size(batch)
+        key = (spec, thetas.dtype)
+        if key not in captures:
+            captures[key] = GradientCapture(
+                model, _with_aliases(spec, model), thetas.dtype, verify=verify, leaf_totals=False
+            )
+        capture, groups, values = captures[key], [], []
+        for theta in thetas:
+            params = {name: value.detach().requires_grad_() for name, value in spec.unflatten(theta).items()}
+            with torch.enable_grad(), capture.recording():
+                value = _checked_log_likelihood(log_likelihood(params, batch), count)
+                grads = torch.autograd.grad(-value.sum(), list(params.values()), allow_unused=True)
+            totals = {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}
+            groups += capture.collect(params, totals, count)
+            values.append(value.detach())
+        return FactoredGradients(spec, groups, rank, thetas), float(torch.stack(values).mean())
+
+    return gather
+
+
+def _with_aliases(spec: ParamSpec, model: nn.Module) -> ParamSpec:
+    """The same layout, knowing the other names that tied tensors have in the model."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    unknown = [name for name in spec.names if name not in tensors]
+    if unknown:
+        raise ValueError(
+            f"params has {unknown[0]!r}, which is no parameter of model. Use model.named_parameters() names."
+        )
+    aliases = tuple(
+        (alias, name)
+        for name in spec.names
+        for alias, value in tensors.items()
+        if value is tensors[name] and alias != name
+    )
+    return ParamSpec(spec.names, spec.shapes, aliases)
+
+
+class SLANG(VariationalOptimizer[State, Info]):
+    """SLANG as a torch optimizer for any module.
+
+    Args:
+        model: any module; call it with the batch as first dimension.
+        params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
+        num_data: N, examples in the training set.
+        rank: L, columns of the low-rank precision factor.
+        lr: α.
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
+        momentum: γ, on the likelihood gradient.
+        precision_lr: β, at most 1; None follows `lr`, schedule included, as in the paper.
+        mc_samples: S, draws of the weights in `step(closure)`.
+        init_precision: d at the start; number, dict or tensor.
+        prior_mean: μ₀; number, dict or tensor.
+        temperature: the likelihood is weighed by 1/temperature.
+        loss_reduction: "mean" or "sum" over the examples of a batch, as your loss does it.
+        accumulation_steps: what your loop divides each micro-batch's loss by (Lightning's `accumulate_grad_batches`,
+            Hugging Face's `gradient_accumulation_steps`); 1 when it does not divide.
+        curvature: "ef", the empirical Fisher of the paper.
+        engine: "factored", or "dense" to form all per-example gradients (slow; for comparison).
+        verify: check two examples of every new pattern of calls against the definition.
+        generator: source of randomness, on the parameters' device; None uses torch's global one.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> opt = SLANG(model, num_data=100, rank=2, lr=0.05)
+        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+        >>> with opt.sampled_params(train=True):
+        ...     opt.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), y).backward()
+        >>> opt.step()
+        >>> opt.posterior.variance.shape
+        torch.Size([8])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Any = None,
+        *,
+        num_data: int,
+        rank: int = 1,
+        lr: float = 0.05,
+        prior_precision: Any = 1.0,
+        momentum: float = 0.9,
+        precision_lr: float | None = None,
+        mc_samples: int = 1,
+        init_precision: Any = 1.0,
+        prior_mean: Any = 0.0,
+        temperature: float = 1.0,
+        loss_reduction: str = "mean",
+        accumulation_steps: int = 1,
+        curvature: str = "ef",
+        engine: Engine = "factored",
+        verify: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+        _checks.choice("curvature", curvature, ("ef",))
+        settings = Settings(
+            num_data=num_data,
+            mc_samples=mc_samples,
+            temperature=temperature,
+            loss_reduction=loss_reduction,
+            accumulation_steps=accumulation_steps,
+            engine=engine,
+            verify=verify,
+        )
+        defaults = {
+            "lr": lr,
+            "precision_lr": precision_lr,
+            "momentum": momentum,
+            "prior_precision": prior_precision,
+            "prior_mean": prior_mean,
+            "init_precision": init_precision,
+        }
+        super().__init__(model, params, defaults, settings, generator)
+
+    def _begin(self, params: Params, init_precision: Tensor) -> State:
+        return init(params, self.rank, init_precision)
+
+    def _draw(self, state: State, generator: torch.Generator | None) -> Tensor:
+        return state.loc + state.precision.sample((), generator)
+
+    def _advance(
+        self,
+        state: State,
+        gradients: GradientOperator,
+        prior: Prior,
+        lr: Rate,
+        precision_lr: Rate | None,
+        momentum: float | Tensor,
+    ) -> tuple[State, Info]:
+        size = self.settings.num_data / self.settings.temperature
+        return update(state, gradients, num_data=size, prior=prior, lr=lr, precision_lr=precision_lr, momentum=momentum)
+
+    def _posterior(self, state: State) -> LowRankPrecisionNormal:
+        return posterior(state)
+
+    def _kl(self, state: State, prior: Prior) -> float:
+        return float(kl_to_prior(state, prior))

@@ -1,0 +1,70 @@
+"""How good a prediction and its uncertainty are: pure functions of tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slangvi import _checks
+from slangvi.likelihoods import check_labels
+
+__all__ = ["accuracy", "brier", "ece", "nll", "rmse"]
+
+
+def accuracy(probs: Tensor, labels: Tensor) -> float:
+    """Share of examples whose most probable class is right; probs (n, C), labels (n,)."""
+    _check(probs, labels)
+    return float((probs.argmax(-1) == labels).double().mean())
+
+
+def nll(probs: Tensor, labels: Tensor) -> float:
+    """Mean negative log-probability of the true class, in nats; probs (n, C), labels (n,).
+
+    Example:
+        >>> round(nll(torch.tensor([[0.5, 0.5]]), torch.tensor([0])), 4)
+        0.6931
+    """
+    _check(probs, labels)
+    chosen = probs.double().gather(-1, labels.unsqueeze(-1))
+    return float(-chosen.clamp_min(torch.finfo(torch.float64).tiny).log().mean())
+
+
+def brier(probs: Tensor, labels: Tensor) -> float:
+    """Mean squared distance to the one-hot truth; probs (n, C), labels (n,)."""
+    _check(probs, labels)
+    truth = torch.nn.functional.one_hot(labels, probs.shape[-1])
+    return float((probs.double() - truth).square().sum(-1).mean())
+
+
+def ece(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """Expected calibration error: mean gap between confidence and accuracy over equal-width bins.
+
+    Example:
+        >>> round(ece(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1])), 4)
+        0.3
+    """
+    _check(probs, labels)
+    bins = _checks.count("bins", bins)
+    confidence, predicted = probs.double().max(-1)
+    correct = (predicted == labels).double()
+    # Bins are open below and closed above, as is usual; confidence 0 cannot occur.
+    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    gaps = confidence.new_zeros(bins).index_add_(0, place, correct - confidence)
+    return float(gaps.abs().sum() / len(labels))
+
+
+def rmse(mean: Tensor, targets: Tensor) -> float:
+    """Root mean squared error; both of the same shape."""
+    if mean.shape != targets.shape:
+        raise ValueError(
+            f"mean and targets must have the same shape, got {tuple(mean.shape)} and {tuple(targets.shape)}."
+        )
+    return float((mean.double() - targets.double()).square().mean().sqrt())
+
+
+def _check(probs: Tensor, labels: Tensor) -> None:
+    if probs.ndim != 2 or labels.shape != probs.shape[:1] or len(labels) == 0:
+        raise ValueError(
+            f"probs must be (n, C) and labels (n,) with n ≥ 1, got {tuple(probs.shape)} and {tuple(labels.shape)}."
+        )
+    check_labels(labels, probs.shape[-1])

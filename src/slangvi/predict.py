@@ -1,0 +1,152 @@
+"""Predictions under the posterior: the model evaluated at draws of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.grads.dense import batch_size, slice_batch
+from slangvi.likelihoods import Likelihood, likelihood_named
+from slangvi.types import ParamSpec
+
+__all__ = ["functional_samples", "predictive_samples"]
+
+
+def functional_samples(
+    model: nn.Module,
+    posterior: LowRankPrecisionNormal,
+    x: Any,
+    n_samples: int = 32,
+    *,
+    batch_size: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Outputs f(x, θ_s) before the link, for draws θ_s of the weights.
+
+    Weights are drawn one at a time and rows pass through the model `batch_size` at a time, so memory is one set of
+    weights plus one chunk's activations plus the result, and the result does not depend on `batch_size`. The model
+    runs in eval mode; its weights, mode and gradients are left as they were.
+
+    Args:
+        model: the module the posterior belongs to.
+        posterior: `opt.posterior` or `slangvi.slang.posterior(state)`.
+        x: inputs with n rows: a tensor, or a tuple (positional arguments) or dict (keyword arguments) of tensors.
+        n_samples: S.
+        batch_size: rows at a time; None takes all.
+        generator: source of randomness; None uses torch's global one.
+
+    Returns:
+        (S, n, ...), on the model's device.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> q = LowRankPrecisionNormal(torch.zeros(8), torch.zeros(8, 1), torch.ones(8))
+        >>> functional_samples(model, q, torch.zeros(4, 3), n_samples=5).shape
+        torch.Size([5, 4, 2])
+    """
+    return _samples(model, posterior, x, n_samples, batch_size, generator, lambda outputs: outputs)
+
+
+def predictive_samples(
+    model: nn.Module,
+    posterior: LowRankPrecisionNormal,
+    x: Any,
+    n_samples: int = 32,
+    *,
+    likelihood: str | Likelihood = "categorical",
+    batch_size: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Predictions behind the link, for draws of the weights; their mean over draws is the predictive.
+
+    Args:
+        model: the module the posterior belongs to.
+        posterior: `opt.posterior` or `slangvi.slang.posterior(state)`.
+        x: inputs with n rows, as in `functional_samples`.
+        n_samples: S.
+        likelihood: "categorical" (softmax), "bernoulli" (sigmoid), "gaussian" (identity), or a `Likelihood`.
+        batch_size: rows at a time; None takes all.
+        generator: source of randomness; None uses torch's global one.
+
+    Returns:
+        (S, n, ...), on the model's device.
+    """
+    link = likelihood_named(likelihood).predictive
+    return _samples(model, posterior, x, n_samples, batch_size, generator, link)
+
+
+def _samples(
+    model: nn.Module,
+    posterior: LowRankPrecisionNormal,
+    x: Any,
+    n_samples: int,
+    chunk: int | None,
+    generator: torch.Generator | None,
+    link: Callable[[Tensor], Tensor],
+) -> Tensor:
+    draws = _checks.count("n_samples", n_samples)
+    rows = batch_size(x)
+    step = rows if chunk is None else _checks.count("batch_size", chunk)
+    spec = _spec_of(model, posterior)
+    values = dict(model.named_parameters())
+    result = None
+    with torch.no_grad(), _evaluating(model):
+        for s in range(draws):
+            flat = spec.unflatten(posterior.rsample(generator=generator))
+            params = {name: value.to(values[name].dtype) for name, value in flat.items()}
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                piece = link(_call(model, params, slice_batch(x, start, stop)))
+                if result is None:
+                    result = piece.new_empty(draws, rows, *piece.shape[1:])
+                result[s, start:stop] = piece
+    assert result is not None
+    return result
+
+
+def _call(model: nn.Module, params: dict[str, Tensor], x: Any) -> Tensor:
+    args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
+    outputs = torch.func.functional_call(model, params, args, kwargs)
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"the model must return one tensor to be predicted from, got {type(outputs).__name__}. "
+            "Wrap it in a module that returns the logits."
+        )
+    return outputs
+
+
+def _spec_of(model: nn.Module, posterior: LowRankPrecisionNormal) -> ParamSpec:
+    spec = posterior.param_spec or ParamSpec.of_module(model)
+    if posterior.batch_shape:
+        raise ValueError(f"posterior must be a single distribution, got batch shape {tuple(posterior.batch_shape)}.")
+    if spec.num_params != posterior.event_shape[0]:
+        raise ValueError(
+            f"posterior is over {posterior.event_shape[0]} parameters, the model has {spec.num_params} trainable ones. "
+            "Pass the model the posterior was learnt on."
+        )
+    shapes = {name: value.shape for name, value in model.named_parameters()}
+    for name, shape in zip(spec.names, spec.shapes, strict=True):
+        if shapes.get(name) != shape:
+            raise ValueError(
+                f"posterior does not fit the model: it expects parameter {name!r} of shape {tuple(shape)}, the model "
+                f"has {tuple(shapes[name]) if name in shapes else 'none'}."
+            )
+    return spec
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, every module's own mode back after."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

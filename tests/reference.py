@@ -1,0 +1,74 @@
+"""Slow dense oracles: everything in float64, P×P matrices formed, eigh and inv used freely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cases import Case
+
+
+def loop_gradients(case: Case) -> Tensor:
+    """Per-example gradients by a Python loop over the examples of one full batch: (M, P), float64."""
+    params = [p for p in case.model.parameters() if p.requires_grad]
+    state = torch.get_rng_state()
+    rows = []
+    for example in range(case.num_examples):
+        torch.set_rng_state(state)
+        loss = case.losses(case.model(*case.args))[example]
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        filled = (torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True))
+        rows.append(torch.cat([g.flatten() for g in filled]))
+    torch.set_rng_state(state)
+    return torch.stack(rows).double()
+
+
+@dataclass
+class DenseState:
+    """loc (P,), low (P, P) = UUᵀ, diag (P,), momentum (P,), step."""
+
+    loc: Tensor
+    low: Tensor
+    diag: Tensor
+    momentum: Tensor
+    step: int = 0
+
+    @property
+    def precision(self) -> Tensor:
+        return self.low + torch.diag(self.diag)
+
+
+def dense_step(
+    state: DenseState,
+    rows: Tensor,
+    rank: int,
+    num_data: float,
+    lr: float | Tensor,
+    precision_lr: float | Tensor,
+    prior_precision: float | Tensor,
+    prior_mean: float | Tensor = 0.0,
+    momentum: float = 0.9,
+) -> DenseState:
+    """One step of the algorithm, as written in its definition, with P×P matrices."""
+    size, weight = len(state.loc), num_data / len(rows)
+    beta = torch.as_tensor(precision_lr, dtype=torch.float64).expand(size)
+    fisher = weight * rows.T @ rows
+    keep, gain = (1 - beta).sqrt(), beta.sqrt()
+    A = keep[:, None] * state.low * keep + gain[:, None] * fisher * gain
+    values, vectors = torch.linalg.eigh(A)
+    top = min(rank, size)
+    values, vectors = values[size - top :].clamp_min(0), vectors[:, size - top :]
+    low = (vectors * values) @ vectors.T
+    correction = (A.diagonal() - low.diagonal()).clamp_min(0)
+    diag = (1 - beta) * state.diag + beta * prior_precision + correction
+    average = momentum * state.momentum + (1 - momentum) * weight * rows.sum(0)
+    step = state.step + 1
+    gradient = average / (1 - momentum**step) + prior_precision * (state.loc - prior_mean)
+    loc = state.loc - lr * torch.linalg.solve(low + torch.diag(diag), gradient)
+    return DenseState(loc, low, diag, average, step)
+
+
+def flat_params(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
