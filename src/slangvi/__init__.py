@@ -4,21 +4,29 @@ SLANG (Mishkin et al. 2018): natural-gradient variational inference with a Gauss
 diagonal, learnt from per-example gradients in one training run.
 """
 
-from slangvi._steps import ELBO as ELBO
-from slangvi._steps import inverse_time as inverse_time
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from slangvi._version import __version__ as __version__
-from slangvi.distributions import LowRankPrecisionNormal as LowRankPrecisionNormal
-from slangvi.errors import NumericalError as NumericalError
-from slangvi.errors import UnsupportedModuleError as UnsupportedModuleError
-from slangvi.errors import UnverifiedGradientsWarning as UnverifiedGradientsWarning
-from slangvi.grads import register_rule as register_rule
-from slangvi.likelihoods import Bernoulli as Bernoulli
-from slangvi.likelihoods import Categorical as Categorical
-from slangvi.likelihoods import Gaussian as Gaussian
-from slangvi.methods import slang as slang
-from slangvi.methods.slang import SLANG as SLANG
-from slangvi.predict import functional_samples as functional_samples
-from slangvi.predict import predictive_samples as predictive_samples
+
+if TYPE_CHECKING:
+    from slangvi import metrics as metrics
+    from slangvi._steps import ELBO as ELBO
+    from slangvi._steps import inverse_time as inverse_time
+    from slangvi.distributions import LowRankPrecisionNormal as LowRankPrecisionNormal
+    from slangvi.errors import NumericalError as NumericalError
+    from slangvi.errors import UnsupportedModuleError as UnsupportedModuleError
+    from slangvi.errors import UnverifiedGradientsWarning as UnverifiedGradientsWarning
+    from slangvi.grads.rules import register_rule as register_rule
+    from slangvi.likelihoods import Bernoulli as Bernoulli
+    from slangvi.likelihoods import Categorical as Categorical
+    from slangvi.likelihoods import Gaussian as Gaussian
+    from slangvi.methods import slang as slang
+    from slangvi.methods.slang import SLANG as SLANG
+    from slangvi.predict import functional_samples as functional_samples
+    from slangvi.predict import predictive_samples as predictive_samples
 
 __all__ = [
     # methods
@@ -34,6 +42,7 @@ __all__ = [
     # prediction
     "functional_samples",
     "predictive_samples",
+    "metrics",
     # extension and errors
     "register_rule",
     "NumericalError",
@@ -41,3 +50,33 @@ __all__ = [
     "UnverifiedGradientsWarning",
     "__version__",
 ]
+
+# Importing torch takes seconds. Names are looked up on first use, so that the command line answers at once.
+_HOMES = {
+    "ELBO": "slangvi._steps",
+    "inverse_time": "slangvi._steps",
+    "LowRankPrecisionNormal": "slangvi.distributions",
+    "NumericalError": "slangvi.errors",
+    "UnsupportedModuleError": "slangvi.errors",
+    "UnverifiedGradientsWarning": "slangvi.errors",
+    "register_rule": "slangvi.grads.rules",
+    "Bernoulli": "slangvi.likelihoods",
+    "Categorical": "slangvi.likelihoods",
+    "Gaussian": "slangvi.likelihoods",
+    "SLANG": "slangvi.methods.slang",
+    "functional_samples": "slangvi.predict",
+    "predictive_samples": "slangvi.predict",
+}
+_MODULES = {"slang": "slangvi.methods.slang", "metrics": "slangvi.metrics"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(_MODULES[name])
+    raise AttributeError(f"module 'slangvi' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -42,10 +42,10 @@ def number(name: str, value: Any, low: float, high: float = math.inf, closed: st
     return result
 
 
-def rate(name: str, value: Any, high: float = math.inf) -> float:
+def rate(name: str, value: Any, high: float = math.inf, hint: str = "") -> float:
     """A learning rate: positive; at most 1 where it is an averaging weight."""
-    hint = "Typical values lie between 1e-3 and 0.1."
-    return number(name, value, 0.0, high, closed="high" if math.isfinite(high) else "", hint=hint)
+    advice = f"Typical values lie between 1e-3 and 0.1. {hint}".rstrip()
+    return number(name, value, 0.0, high, closed="high" if math.isfinite(high) else "", hint=advice)
 
 
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:

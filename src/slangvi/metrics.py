@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from slangvi import _checks
 from slangvi.likelihoods import check_labels
 
-__all__ = ["accuracy", "brier", "ece", "nll", "rmse"]
+__all__ = ["accuracy", "brier", "coverage", "ece", "interval_error", "mixture_nll", "nll", "rmse"]
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
@@ -55,11 +57,58 @@ def ece(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
 
 def rmse(mean: Tensor, targets: Tensor) -> float:
     """Root mean squared error; both of the same shape."""
+    _same_shape(mean, targets)
+    return float((mean.double() - targets.double()).square().mean().sqrt())
+
+
+def mixture_nll(means: Tensor, std: float | Tensor, targets: Tensor) -> float:
+    """Mean of −log (1/S) Σ_s N(y | f_s, σ²), in nats: the log of the averaged likelihood.
+
+    Args:
+        means: f_s, (S, n, ...).
+        std: σ of the noise, broadcast against `means`.
+        targets: (n, ...).
+
+    Example:
+        >>> round(mixture_nll(torch.zeros(2, 3, 1), 1.0, torch.zeros(3, 1)), 4)
+        0.9189
+    """
+    _same_shape(means[0], targets)
+    normal = torch.distributions.Normal(means.double(), torch.as_tensor(std, dtype=torch.float64))
+    logs = normal.log_prob(targets.double()).reshape(len(means), len(targets), -1).sum(-1)
+    return float(-(logs.logsumexp(0) - math.log(len(means))).mean())
+
+
+def coverage(draws: Tensor, targets: Tensor, level: float) -> float:
+    """Share of targets inside the central interval that holds `level` of the predictive draws.
+
+    Args:
+        draws: predictive draws, noise included, (S, n, ...).
+        targets: (n, ...).
+        level: between 0 and 1.
+
+    Example:
+        >>> coverage(torch.linspace(-1, 1, 101).unsqueeze(1), torch.tensor([0.3]), 0.5)
+        1.0
+    """
+    _same_shape(draws[0], targets)
+    level = _checks.number("level", level, 0.0, 1.0)
+    tails = torch.tensor([0.5 - level / 2, 0.5 + level / 2], dtype=draws.dtype, device=draws.device)
+    low, high = torch.quantile(draws, tails, dim=0)
+    return float(((targets >= low) & (targets <= high)).double().mean())
+
+
+def interval_error(draws: Tensor, targets: Tensor) -> float:
+    """Calibration error of a regression: mean |coverage − level| over levels 0.1, 0.2, …, 0.9."""
+    levels = [k / 10 for k in range(1, 10)]
+    return sum(abs(coverage(draws, targets, level) - level) for level in levels) / len(levels)
+
+
+def _same_shape(mean: Tensor, targets: Tensor) -> None:
     if mean.shape != targets.shape:
         raise ValueError(
-            f"mean and targets must have the same shape, got {tuple(mean.shape)} and {tuple(targets.shape)}."
+            f"predictions and targets must have the same shape, got {tuple(mean.shape)} and {tuple(targets.shape)}."
         )
-    return float((mean.double() - targets.double()).square().mean().sqrt())
 
 
 def _check(probs: Tensor, labels: Tensor) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.distributions import Distribution
 from torch.optim import Optimizer
 
 from slangvi import _checks
+from slangvi._flat import FlatState, Mirror, check_packed, pack, state_dtype, tensors_of
+from slangvi._groups import GroupValues, check_group
 from slangvi._steps import ELBO, Prior, Rate
 from slangvi.errors import NumericalError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
@@ -22,22 +24,6 @@ from slangvi.grads.assemble import Engine
 from slangvi.types import GradientOperator, Params, ParamSpec
 
 __all__ = ["Settings", "VariationalOptimizer"]
-
-
-class FlatState(Protocol):
-    """A dataclass of flat (..., P) tensors, with the step count and the layout."""
-
-    @property
-    def loc(self) -> Tensor:
-        """The mean, (P,)."""
-
-    @property
-    def step(self) -> int:
-        """Steps taken."""
-
-    @property
-    def spec(self) -> ParamSpec:
-        """Layout."""
 
 
 StateT = TypeVar("StateT", bound=FlatState)
@@ -85,8 +71,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
 
     rank = 0  # columns of the low-rank factor, for methods that have one
     _state: StateT
-    _prior_values: list[Any]
-    _named: dict[str, Tensor]
+    _hyper: GroupValues
 
     # GradScaler then hands over its scale instead of touching p.grad, which holds no per-example gradients.
     _step_supports_amp_scaling = True
@@ -171,18 +156,18 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         if self._sampling:
             raise RuntimeError("sampled_params blocks cannot be nested: the weights are already a sample.")
         self._sync()
-        self._write(self._draw(self._state, self._checked_generator()))
+        self._mirror.write(self._draw(self._state, self._checked_generator()))
         self._sampling = True
         try:
             if train:
                 with self._capture.recording():
                     yield
-                self._rows += [self._unscaled(group) for group in self._capture.collect(self._named)]
+                self._rows += [self._unscaled(group) for group in self._capture.collect(self._mirror.named)]
             else:
                 yield
         finally:
             self._sampling = False
-            self._write(self._state.loc)
+            self._mirror.write(self._state.loc)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -206,14 +191,15 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 "pass a closure that does forward and backward."
             )
         self._sync()
+        hyper = self._hyper
         gradients = FactoredGradients(self._spec, [self._unamplified(r) for r in rows], self.rank, self._state.loc)
         state, info = self._advance(
-            self._state, gradients, self._prior(), self._rate("lr"), self._precision_rate(), self._momentum()
+            self._state, gradients, hyper.prior(), hyper.lr(), hyper.precision_lr(), hyper.momentum()
         )
         if losses:
             info = replace(info, expected_log_likelihood=self._log_likelihood(losses, gradients))  # type: ignore[type-var]
         self._state, self.info = state, info
-        self._write(state.loc)
+        self._mirror.write(state.loc)
         return _mean(losses)
 
     def discard_gradients(self) -> None:
@@ -239,14 +225,14 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def kl(self) -> float:
         """KL(q ‖ prior), in closed form."""
         self._sync()
-        return self._kl(self._state, self._prior())
+        return self._kl(self._state, self._hyper.prior())
 
     # ---- torch.optim's contract
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; their posterior starts at their values with `init_precision`."""
         super().add_param_group(param_group)
-        self._check_group(self.param_groups[-1])
+        check_group(self.param_groups[-1])
         if self._ready:
             self.discard_gradients()
             self._sync()
@@ -256,32 +242,23 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         """Everything an exact resume needs: flat tensors, step, layout, groups, and the generator's state."""
         self._sync()
         packed = super().state_dict()
-        packed["slangvi"] = {
-            "method": type(self).__name__,
-            "names": list(self._spec.names),
-            "shapes": [list(shape) for shape in self._spec.shapes],
-            "step": self._state.step,
-            "tensors": dict(_tensors(self._state)),
-            "generator": None if self.generator is None else self.generator.get_state(),
-        }
+        packed["slangvi"] = pack(type(self).__name__, self._state, self.generator)
         return packed
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict`; the model's parameters become its mean."""
-        saved = state_dict.get("slangvi")
-        if saved is None:
-            raise ValueError("state_dict has no 'slangvi' entry: it was not written by a slangvi optimizer.")
-        self._check_saved(saved)
+        saved: dict[str, Any] = state_dict.get("slangvi")  # type: ignore[assignment]
+        check_packed(saved, type(self).__name__, self._state)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         like = self._state.loc
         tensors = {name: value.detach().to(like.device, copy=True) for name, value in saved["tensors"].items()}
         self._state = replace(self._state, step=int(saved["step"]), **tensors)  # type: ignore[type-var]
-        self._prior_values = []
+        self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, like)
         if self.generator is not None and saved["generator"] is not None:
             self.generator.set_state(saved["generator"].cpu())
         self.discard_gradients()
-        self._write(self._state.loc)
+        self._mirror.write(self._state.loc)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles carry the model along: an optimizer without its module could not read gradients.
@@ -303,97 +280,35 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         """Lay out all groups' parameters; keep what an earlier, shorter state holds."""
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
         self._spec = ParamSpec.of_module(self.model, params)
-        self._named = dict(zip(self._spec.names, params, strict=True))
-        self._name_of = {id(p): name for name, p in self._named.items()}
+        self._mirror = Mirror(dict(zip(self._spec.names, params, strict=True)), self._spec)
+        self._name_of = {id(p): name for name, p in self._mirror.named.items()}
         if len({p.device for p in params}) > 1:
             raise ValueError(
                 "all parameters must be on one device, got " + str(sorted({str(p.device) for p in params}))
             )
-        like = torch.empty(0, dtype=_state_dtype(params), device=params[0].device)
-        fresh = self._begin(self._named, self._per_parameter("init_precision", like))
+        like = torch.empty(0, dtype=state_dtype(params), device=params[0].device)
+        self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, like)
+        fresh = self._begin(self._mirror.named, self._hyper.per_parameter("init_precision"))
         if old is not None:
             size = old.spec.num_params
-            for name, value in _tensors(old):
+            for name, value in tensors_of(old):
                 getattr(fresh, name)[..., :size] = value
             fresh = replace(fresh, step=old.step)  # type: ignore[type-var]
         self._state = fresh
-        self._prior_values = []
-        self._prior()
+        self._hyper.prior()
         self._capture = GradientCapture(
             self.model, self._spec, fresh.loc.dtype, self.settings.engine, self.settings.verify
         )
-        self._remember()
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        for param in group["params"]:
-            if not param.requires_grad:
-                raise ValueError(
-                    "params holds a tensor with requires_grad=False. Leave frozen parameters out, or unfreeze it."
-                )
-        free = group["precision_lr"] is not None
-        try:
-            _checks.rate("lr", group["lr"], float("inf") if free else 1.0)
-        except ValueError as error:
-            hint = (
-                "" if free else " precision_lr follows lr, so lr may not exceed 1; give precision_lr to separate them."
-            )
-            raise ValueError(f"{error}{hint}") from None
-        if free:
-            _checks.rate("precision_lr", group["precision_lr"], 1.0)
-        _checks.number("momentum", group["momentum"], 0.0, 1.0, closed="low")
-
-    def _check_saved(self, saved: dict[str, Any]) -> None:
-        if saved["method"] != type(self).__name__:
-            raise ValueError(f"state_dict is of method {saved['method']!r}, this optimizer is {type(self).__name__!r}.")
-        mine = list(zip(self._spec.names, map(list, self._spec.shapes), strict=True))
-        theirs = list(zip(saved["names"], map(list, saved["shapes"]), strict=True))
-        for ours, other in zip(mine, theirs, strict=False):
-            if ours != other:
-                raise ValueError(
-                    f"state_dict does not fit the model: expected parameter {ours[0]!r} of shape {ours[1]}, "
-                    f"found {other[0]!r} of shape {other[1]}."
-                )
-        if len(mine) != len(theirs):
-            raise ValueError(f"state_dict has {len(theirs)} parameters, the optimizer has {len(mine)}.")
-        for name, value in _tensors(self._state):
-            other = saved["tensors"].get(name)
-            if other is None or other.shape != value.shape or other.dtype != value.dtype:
-                found = "nothing" if other is None else f"{tuple(other.shape)} {other.dtype}"
-                raise ValueError(
-                    f"state_dict[{name!r}] must be {tuple(value.shape)} {value.dtype}, found {found}. "
-                    "Build the optimizer with the same rank and dtype."
-                )
-
-    def _write(self, flat: Tensor) -> None:
-        """Put a flat vector into the model's parameters."""
-        views = [flat[self._spec.slices[name]].view(param.shape) for name, param in self._named.items()]
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._named.values()), views)
-        self._remember()
-
-    def _remember(self) -> None:
-        """Note what the parameters look like, to see later whether somebody else wrote to them."""
-        self._seen = [(p.data_ptr(), p._version) for p in self._named.values()]
 
     def _sync(self) -> None:
         """Take over parameters that were changed from outside: a loaded model, another device, a re-initialisation."""
         if self._sampling:
             raise RuntimeError("this needs the mean, but the weights are a sample. Leave sampled_params first.")
-        now = [(p.data_ptr(), p._version) for p in self._named.values()]
-        if now == self._seen:
-            return
-        device = next(iter(self._named.values())).device
-        moved = {name: value.to(device) for name, value in _tensors(self._state)}
-        loc = moved["loc"].clone()
-        for (name, param), old, new in zip(self._named.items(), self._seen, now, strict=True):
-            if old != new:
-                part = loc[self._spec.slices[name]]
-                # A half-precision copy of the mean is not news: keep the digits of the float32 one.
-                if not torch.equal(part.to(param.dtype), param.detach().flatten()):
-                    part.copy_(param.detach().flatten())
-        self._state = replace(self._state, **(moved | {"loc": loc}))  # type: ignore[type-var]
-        self._prior_values = []
-        self._remember()
+        if self._mirror.changed:
+            moved = {name: value.to(self._mirror.device) for name, value in tensors_of(self._state)}
+            moved["loc"] = self._mirror.read(moved["loc"])
+            self._state = replace(self._state, **moved)  # type: ignore[type-var]
+            self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, moved["loc"])
 
     def _checked_generator(self) -> torch.Generator | None:
         device = self._state.loc.device
@@ -434,7 +349,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         """Whether GradScaler found Inf, in which case the step is skipped as for every torch optimizer."""
         if hasattr(self, "grad_scale") and self.grad_scale is None:
             raise RuntimeError(
-                "scaler.unscale_(opt) divides p.grad only, not the per-example gradients. Call scaler.step(opt) without it."
+                "scaler.unscale_(opt) divides p.grad only, not the per-example gradients. "
+                "Call scaler.step(opt) without it."
             )
         return bool(getattr(self, "found_inf", 0.0))
 
@@ -443,73 +359,6 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         if self.settings.loss_reduction == "sum":
             mean = float(sum(losses)) / gradients.num_rows
         return -self.settings.num_data * mean
-
-    def _group_values(self, key: str) -> list[Any]:
-        """The group's value, once for every parameter tensor."""
-        return [group[key] for group in self.param_groups for _ in group["params"]]
-
-    def _rate(self, key: str) -> Rate:
-        high = 1.0 if key == "precision_lr" or None in self._group_values("precision_lr") else float("inf")
-        hint = "A scheduler may lower it to 0; give precision_lr if lr must exceed 1."
-        values = [_checks.number(key, v, 0.0, high, "low high", hint) for v in self._group_values(key)]
-        return Rate.of(values, self._spec, self._state.loc)
-
-    def _precision_rate(self) -> Rate | None:
-        own, tied = self._group_values("precision_lr"), self._group_values("lr")
-        if all(value is None for value in own):
-            return None
-        values = [float(t if v is None else v) for v, t in zip(own, tied, strict=True)]
-        return Rate.of(
-            [_checks.number("precision_lr", v, 0.0, 1.0, "low high") for v in values],
-            self._spec,
-            self._state.loc,
-        )
-
-    def _momentum(self) -> float | Tensor:
-        values = [_checks.number("momentum", v, 0.0, 1.0, "low") for v in self._group_values("momentum")]
-        return Rate.of(values, self._spec, self._state.loc).value
-
-    def _prior(self) -> Prior:
-        """λ and μ₀ as flat vectors, made again when a group's entry was replaced."""
-        values = [group[key] for group in self.param_groups for key in ("prior_precision", "prior_mean")]
-        known = self._prior_values
-        if len(known) != len(values) or not all(
-            a is b or _same_number(a, b) for a, b in zip(known, values, strict=True)
-        ):
-            like = self._state.loc
-            self._flat_prior = Prior(
-                self._per_parameter("prior_precision", like),
-                self._per_parameter("prior_mean", like, positive=False),
-            )
-            self._prior_values = values
-        return self._flat_prior
-
-    def _per_parameter(self, key: str, like: Tensor, positive: bool = True) -> Tensor:
-        parts = []
-        for group in self.param_groups:
-            names = [self._name_of[id(p)] for p in group["params"]]
-            inner = ParamSpec(tuple(names), tuple(self._named[n].shape for n in names))
-            value = group[key]
-            if isinstance(value, Tensor) and value.shape == (self._spec.num_params,):
-                value = torch.cat([value[self._spec.slices[n]] for n in names])
-            parts.append(_checks.per_parameter(key, value, inner, like, positive, known=self._spec))
-        return torch.cat(parts)
-
-
-def _state_dtype(params: list[Tensor]) -> torch.dtype:
-    return torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
-
-
-def _tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensor fields of a state."""
-    for item in fields(state):
-        value = getattr(state, item.name)
-        if isinstance(value, Tensor):
-            yield item.name, value
-
-
-def _same_number(a: Any, b: Any) -> bool:
-    return isinstance(a, float | int) and isinstance(b, float | int) and a == b
 
 
 def _mean(losses: list[Any]) -> Any:

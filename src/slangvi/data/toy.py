@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Split", "cubic", "digits"]
+__all__ = ["Split", "breast_cancer", "cubic"]
 
 
 class Split(NamedTuple):
@@ -26,25 +26,28 @@ class Split(NamedTuple):
     y_test: Tensor
 
 
-def cubic(num_data: int = 30, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+def cubic(
+    num_data: int = 30, half_width: float = 4.0, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
     """The paper's noisy cubic: x ~ U[−4, 4], y = x³ + ε, ε ~ N(0, 9); both (n, 1)."""
-    x = torch.rand(num_data, 1, generator=generator) * 8 - 4
+    x = (torch.rand(num_data, 1, generator=generator) * 2 - 1) * half_width
     return x, x**3 + 3 * torch.randn(num_data, 1, generator=generator)
 
 
-def digits(num_train: int = 400, seed: int = 0) -> Split:
-    """Handwritten 8×8 digits bundled with scikit-learn (1797 images, 10 classes), pixels scaled to [0, 1].
+def breast_cancer(num_train: int = 285, seed: int = 0) -> Split:
+    """Wisconsin diagnostic breast cancer, bundled with scikit-learn (569 patients, 30 features, 2 classes).
 
     Args:
-        num_train: images to train on; the rest is for testing.
+        num_train: patients to train on; the rest is for testing. Features are standardised on the training part.
         seed: of the shuffle.
     """
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_breast_cancer
     except ImportError as error:
-        raise ImportError("the digits data come with scikit-learn: pip install 'slangvi[sklearn]'") from error
-    bunch = load_digits()
+        raise ImportError("the breast-cancer data come with scikit-learn: pip install 'slangvi[sklearn]'") from error
+    bunch = load_breast_cancer()
     order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(seed))
-    x = (torch.from_numpy(bunch.data).float() / 16.0)[order]
+    x = torch.from_numpy(bunch.data).float()[order]
     y = torch.from_numpy(bunch.target).long()[order]
+    x = (x - x[:num_train].mean(0)) / x[:num_train].std(0)
     return Split(x[:num_train], y[:num_train], x[num_train:], y[num_train:])

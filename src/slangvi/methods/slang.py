@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from slangvi import _checks
 from slangvi._steps import ELBO, Prior, Rate, Schedule, rate_at, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.errors import NumericalError
-from slangvi.grads import FactoredGradients, GradientCapture, per_example_gradients
 from slangvi.grads.assemble import Engine
-from slangvi.grads.dense import batch_size
 from slangvi.linalg import LowRankPrecision, factorize, top_factor
+from slangvi.methods._gather import GRADIENT_REMEDY, check_schedule, dense_gatherer, factored_gatherer
 from slangvi.optimizer import Settings, VariationalOptimizer
 from slangvi.types import GradientOperator, Params, ParamSpec, Transform
 
@@ -159,7 +157,7 @@ def update(
     beta = (precision_lr or lr).value
     weight = num_data / gradients.num_rows
     total, squares = gradients.sum(), gradients.square_sum()
-    require_finite("the gradient", step, state.spec, _GRADIENT_REMEDY, total, squares)
+    require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, squares)
 
     per_tensor = (precision_lr or lr).per_tensor
     gains = None if per_tensor is None else per_tensor * weight
@@ -181,7 +179,6 @@ def update(
     return new, Info(step, gradients.num_rows, top.spectrum, top.total, clipped, _state=new, _prior=prior)
 
 
-_GRADIENT_REMEDY = "Look for NaN or Inf in the inputs and the loss, or skip this batch."
 _STATE_REMEDY = "Lower lr, raise prior_precision or init_precision, or use float64 parameters."
 
 
@@ -244,7 +241,8 @@ def build(
         memory_limit: bytes the dense engine's rows may take.
 
     Returns:
-        `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)`, `posterior(state)`.
+        `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
+        `posterior(state)`.
 
     Example:
         >>> def log_likelihood(params, batch):
@@ -264,16 +262,13 @@ def build(
     kind = _checks.choice("engine", engine or ("factored" if model else "dense"), ("factored", "dense"))
     if memory_limit is not None:
         memory_limit = _checks.count("memory_limit", memory_limit, hint="It is a number of bytes.")
-    if kind == "factored" and model is None:
-        raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
     ceiling = 1.0 if precision_lr is None else float("inf")
-    _check_schedule("lr", lr, ceiling)
-    _check_schedule("precision_lr", precision_lr, 1.0)
-    gather = (
-        _factored_gatherer(log_likelihood, model, rank, verify)
-        if kind == "factored" and model is not None
-        else partial(_dense_gradients, log_likelihood, memory_limit)
-    )
+    check_schedule("lr", lr, ceiling)
+    check_schedule("precision_lr", precision_lr, 1.0)
+    if kind == "factored":
+        gather = factored_gatherer(log_likelihood, model, rank, _checks.flag("verify", verify))
+    else:
+        gather = dense_gatherer(log_likelihood, memory_limit)
     priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
 
     def prior_of(state: State) -> Prior:
@@ -307,85 +302,6 @@ def build(
         return new, replace(info, expected_log_likelihood=size * mean_log_likelihood)
 
     return Transform(begin, advance, sample, posterior)
-
-
-def _check_schedule(name: str, schedule: Schedule | None, ceiling: float) -> None:
-    """Numbers are checked when built; functions of the step, at every step."""
-    if schedule is not None and not callable(schedule):
-        _checks.rate(name, schedule, ceiling)
-
-
-def _checked_log_likelihood(values: Any, num_examples: int) -> Tensor:
-    if not isinstance(values, Tensor) or values.shape != (num_examples,):
-        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(
-            f"log_likelihood must return one value per example, shape ({num_examples},), got {shape}. "
-            "Use reduction='none' and sum over output dimensions."
-        )
-    if not bool(torch.isfinite(values).all()):
-        count = int((~torch.isfinite(values)).sum())
-        raise NumericalError(
-            f"log_likelihood is not finite for {count} of {num_examples} examples. The state is unchanged. "
-            + _GRADIENT_REMEDY
-        )
-    return values
-
-
-def _dense_gradients(
-    log_likelihood: Callable[[Params, Any], Tensor],
-    memory_limit: int | None,
-    spec: ParamSpec,
-    thetas: Tensor,
-    batch: Any,
-) -> tuple[GradientOperator, float]:
-    count = batch_size(batch)
-    with torch.no_grad():
-        values = [_checked_log_likelihood(log_likelihood(spec.unflatten(t), batch), count) for t in thetas]
-    operator = per_example_gradients(log_likelihood, spec, thetas, batch, memory_limit)
-    return operator, float(torch.stack(values).mean())
-
-
-def _factored_gatherer(
-    log_likelihood: Callable[[Params, Any], Tensor], model: nn.Module, rank: int, verify: bool
-) -> Callable[[ParamSpec, Tensor, Any], tuple[GradientOperator, float]]:
-    captures: dict[tuple[ParamSpec, torch.dtype], GradientCapture] = {}
-
-    def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
-        count = batch_size(batch)
-        key = (spec, thetas.dtype)
-        if key not in captures:
-            captures[key] = GradientCapture(
-                model, _with_aliases(spec, model), thetas.dtype, verify=verify, leaf_totals=False
-            )
-        capture, groups, values = captures[key], [], []
-        for theta in thetas:
-            params = {name: value.detach().requires_grad_() for name, value in spec.unflatten(theta).items()}
-            with torch.enable_grad(), capture.recording():
-                value = _checked_log_likelihood(log_likelihood(params, batch), count)
-                grads = torch.autograd.grad(-value.sum(), list(params.values()), allow_unused=True)
-            totals = {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}
-            groups += capture.collect(params, totals, count)
-            values.append(value.detach())
-        return FactoredGradients(spec, groups, rank, thetas), float(torch.stack(values).mean())
-
-    return gather
-
-
-def _with_aliases(spec: ParamSpec, model: nn.Module) -> ParamSpec:
-    """The same layout, knowing the other names that tied tensors have in the model."""
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    unknown = [name for name in spec.names if name not in tensors]
-    if unknown:
-        raise ValueError(
-            f"params has {unknown[0]!r}, which is no parameter of model. Use model.named_parameters() names."
-        )
-    aliases = tuple(
-        (alias, name)
-        for name in spec.names
-        for alias, value in tensors.items()
-        if value is tensors[name] and alias != name
-    )
-    return ParamSpec(spec.names, spec.shapes, aliases)
 
 
 class SLANG(VariationalOptimizer[State, Info]):

@@ -1,0 +1,127 @@
+"""Between a model's parameters and the flat vectors of a state: writing, noticing changes, packing, checking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slangvi.types import ParamSpec
+
+__all__ = ["FlatState", "Mirror", "check_packed", "pack", "state_dtype", "tensors_of"]
+
+
+class FlatState(Protocol):
+    """A dataclass of flat (..., P) tensors, with the step count and the layout."""
+
+    @property
+    def loc(self) -> Tensor:
+        """The mean, (P,)."""
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+
+    @property
+    def spec(self) -> ParamSpec:
+        """Layout."""
+
+
+class Mirror:
+    """A model's parameters seen as one flat vector.
+
+    Args:
+        named: canonical name → parameter.
+        spec: layout.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], spec: ParamSpec) -> None:
+        self.named = dict(named)
+        self.spec = spec
+        self._seen = self._marks()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.named.values())).device
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody else wrote to a parameter, replaced its data or moved it since the last `write`."""
+        return self._seen != self._marks()
+
+    def write(self, flat: Tensor) -> None:
+        """Put a flat vector into the parameters."""
+        views = [flat[self.spec.slices[name]].view(param.shape) for name, param in self.named.items()]
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.named.values()), views)
+        self._seen = self._marks()
+
+    def read(self, loc: Tensor) -> Tensor:
+        """The mean with parameters that were changed from outside taken over; `loc` is not modified."""
+        new = loc.clone()
+        for (name, param), old, mark in zip(self.named.items(), self._seen, self._marks(), strict=True):
+            value, part = param.detach().flatten(), new[self.spec.slices[name]]
+            # A half-precision copy of the mean is not news: keep the digits of the float32 one.
+            if old != mark and not torch.equal(part.to(param.dtype), value):
+                part.copy_(value)
+        self._seen = self._marks()
+        return new
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """The place and version of every parameter's data."""
+        return [(param.data_ptr(), param._version) for param in self.named.values()]
+
+
+def tensors_of(state: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensor fields of a state."""
+    for item in fields(state):
+        value = getattr(state, item.name)
+        if isinstance(value, Tensor):
+            yield item.name, value
+
+
+def state_dtype(params: list[Tensor]) -> torch.dtype:
+    """float64 if any parameter is, else float32, whatever the model computes in."""
+    return torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
+
+
+def pack(method: str, state: FlatState, generator: torch.Generator | None) -> dict[str, Any]:
+    """A state as plain containers and tensors."""
+    return {
+        "method": method,
+        "names": list(state.spec.names),
+        "shapes": [list(shape) for shape in state.spec.shapes],
+        "step": state.step,
+        "tensors": dict(tensors_of(state)),
+        "generator": None if generator is None else generator.get_state(),
+    }
+
+
+def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState) -> None:
+    """Raise ValueError naming the first thing in which a packed state does not fit this one."""
+    if packed is None:
+        raise ValueError("state_dict has no 'slangvi' entry: it was not written by a slangvi optimizer.")
+    if packed["method"] != method:
+        raise ValueError(f"state_dict is of method {packed['method']!r}, this optimizer is {method!r}.")
+    mine = list(zip(state.spec.names, map(list, state.spec.shapes), strict=True))
+    theirs = list(zip(packed["names"], map(list, packed["shapes"]), strict=True))
+    for ours, other in zip(mine, theirs, strict=False):
+        if ours != other:
+            raise ValueError(
+                f"state_dict does not fit the model: expected parameter {ours[0]!r} of shape {ours[1]}, "
+                f"found {other[0]!r} of shape {other[1]}."
+            )
+    if len(mine) != len(theirs):
+        raise ValueError(f"state_dict has {len(theirs)} parameters, the optimizer has {len(mine)}.")
+    for name, value in tensors_of(state):
+        found = packed["tensors"].get(name)
+        if found is None or found.shape != value.shape or found.dtype != value.dtype:
+            what = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
+            raise ValueError(
+                f"state_dict[{name!r}] must be {tuple(value.shape)} {value.dtype}, found {what}. "
+                "Build the optimizer with the same rank and dtype."
+            )

@@ -1,0 +1,108 @@
+"""Hyper-parameters of param groups, read at every step: schedulers and users may have changed them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slangvi import _checks
+from slangvi._steps import Prior, Rate
+from slangvi.types import ParamSpec
+
+__all__ = ["GroupValues", "check_group"]
+
+
+class GroupValues:
+    """What the groups say, as numbers where all agree and flat vectors where they differ.
+
+    Args:
+        groups: torch's param_groups.
+        spec: layout of all groups' parameters, in the groups' order.
+        name_of: id of a parameter → its name.
+        like: tensor whose dtype and device the vectors have.
+    """
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], spec: ParamSpec, name_of: Mapping[int, str], like: Tensor
+    ) -> None:
+        self.groups = groups
+        self.spec = spec
+        self.name_of = name_of
+        self.like = like
+        self._prior_values: list[Any] = []
+        self._prior: Prior | None = None
+
+    def lr(self) -> Rate:
+        """α. Schedulers may lower it to 0; above 1 it cannot also be β."""
+        tied = any(group["precision_lr"] is None for group in self.groups)
+        hint = "precision_lr follows lr; give precision_lr if lr must exceed 1." if tied else ""
+        return self._rate("lr", self._each("lr"), 1.0 if tied else math.inf, hint)
+
+    def precision_lr(self) -> Rate | None:
+        """β; None where every group ties it to lr."""
+        own = self._each("precision_lr")
+        if all(value is None for value in own):
+            return None
+        values = [b if b is not None else a for a, b in zip(self._each("lr"), own, strict=True)]
+        return self._rate("precision_lr", values, 1.0)
+
+    def momentum(self) -> float | Tensor:
+        """γ."""
+        values = [_checks.number("momentum", value, 0.0, 1.0, closed="low") for value in self._each("momentum")]
+        return Rate.of(values, self.spec, self.like).value
+
+    def prior(self) -> Prior:
+        """λ and μ₀; made again when a group's entry was replaced."""
+        values = [group[key] for group in self.groups for key in ("prior_precision", "prior_mean")]
+        known = self._prior_values
+        fresh = len(known) == len(values) and all(
+            a is b or _same_number(a, b) for a, b in zip(known, values, strict=True)
+        )
+        if self._prior is None or not fresh:
+            self._prior = Prior(self.per_parameter("prior_precision"), self.per_parameter("prior_mean", positive=False))
+            self._prior_values = values
+        return self._prior
+
+    def per_parameter(self, key: str, positive: bool = True) -> Tensor:
+        """A number, dict or tensor per group, as one number per parameter entry, (P,)."""
+        shapes = dict(zip(self.spec.names, self.spec.shapes, strict=True))
+        parts = []
+        for group in self.groups:
+            names = tuple(self.name_of[id(p)] for p in group["params"])
+            inner = ParamSpec(names, tuple(shapes[name] for name in names))
+            value = group[key]
+            if isinstance(value, Tensor) and value.shape == (self.spec.num_params,):
+                value = torch.cat([value[self.spec.slices[name]] for name in names])
+            parts.append(_checks.per_parameter(key, value, inner, self.like, positive, known=self.spec))
+        return torch.cat(parts)
+
+    def _each(self, key: str) -> list[Any]:
+        """The group's value, once for every parameter tensor."""
+        return [group[key] for group in self.groups for _ in group["params"]]
+
+    def _rate(self, key: str, values: list[Any], high: float, hint: str = "") -> Rate:
+        numbers = [_checks.number(key, value, 0.0, high, "low high", hint) for value in values]
+        return Rate.of(numbers, self.spec, self.like)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Refuse a new group's impossible values at once rather than at the first step."""
+    for param in group["params"]:
+        if not param.requires_grad:
+            raise ValueError(
+                "params holds a tensor with requires_grad=False. Leave frozen parameters out, or unfreeze it."
+            )
+    tied = group["precision_lr"] is None
+    hint = "precision_lr follows lr, so lr may not exceed 1; give precision_lr to separate them." if tied else ""
+    _checks.rate("lr", group["lr"], 1.0 if tied else math.inf, hint)
+    if not tied:
+        _checks.rate("precision_lr", group["precision_lr"], 1.0)
+    _checks.number("momentum", group["momentum"], 0.0, 1.0, closed="low")
+
+
+def _same_number(a: Any, b: Any) -> bool:
+    return isinstance(a, float | int) and isinstance(b, float | int) and a == b

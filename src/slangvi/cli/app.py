@@ -1,0 +1,77 @@
+"""The click group. Heavy imports stay inside the commands, so that --help answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+import click
+
+from slangvi._version import __version__
+
+__all__ = ["app"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="slangvi")
+def app() -> None:
+    """Honest uncertainty for any PyTorch network."""
+
+
+@app.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("demo.png"),
+    show_default=True,
+    help="Where the picture goes.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of data, initial weights and draws.")
+@click.option("--quick", is_flag=True, help="A twentieth of the training, to see that it runs.")
+def demo(out: Path, seed: int, quick: bool) -> None:
+    """Train SLANG and Adam on a noisy curve and on patients' data; print a table, write a picture."""
+    if not out.parent.is_dir():
+        raise click.BadParameter(f"folder {out.parent} does not exist. Make it first.", param_hint="--out")
+    from rich.console import Console
+    from rich.table import Table
+
+    from slangvi.experiments import demo as experiment
+
+    console = Console()
+    start = perf_counter()
+    with _progress(console) as progress:
+        result = experiment.run(seed, progress, quick)
+    table = Table("data", "method", "accuracy", "NLL (nats)", "calibration error", title="On held-out data")
+    for row in result.rows:
+        table.add_row(row.data, row.method, row.score, f"{row.nll:.3f}", f"{row.calibration:.3f}")
+    console.print(table)
+    experiment.plot(result, out)
+    console.print(f"Picture: {out}   ({perf_counter() - start:.0f} s)", highlight=False)
+
+
+@contextmanager
+def _progress(console: object) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar per label, shown on a terminal only."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    assert isinstance(console, Console)
+    columns = (
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        tasks: dict[str, int] = {}
+
+        def advance(label: str, done: int, total: int) -> None:
+            if label not in tasks:
+                tasks[label] = bars.add_task(label, total=total)
+                if not console.is_terminal:
+                    console.print(f"training {label} …", highlight=False)
+            bars.update(tasks[label], completed=done)  # type: ignore[arg-type]
+
+        yield advance

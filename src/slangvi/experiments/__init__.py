@@ -1,0 +1,1 @@
+"""One file per table or figure: its settings, a run, a plot."""

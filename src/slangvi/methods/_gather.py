@@ -1,0 +1,100 @@
+"""From a log-likelihood and draws of the weights to the gradient operator: the functional methods share this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi._steps import Schedule
+from slangvi.errors import NumericalError
+from slangvi.grads import FactoredGradients, GradientCapture, per_example_gradients
+from slangvi.grads.dense import batch_size
+from slangvi.types import GradientOperator, Params, ParamSpec
+
+__all__ = ["GRADIENT_REMEDY", "Gatherer", "check_schedule", "dense_gatherer", "factored_gatherer"]
+
+LogLikelihood = Callable[[Params, Any], Tensor]
+# (layout, draws (S, P), batch) → operator with R = S·M rows, and the mean log-likelihood over them.
+Gatherer = Callable[[ParamSpec, Tensor, Any], tuple[GradientOperator, float]]
+GRADIENT_REMEDY = "Look for NaN or Inf in the inputs and the loss, or skip this batch."
+
+
+def check_schedule(name: str, schedule: Schedule | None, ceiling: float) -> None:
+    """Numbers are checked when built; functions of the step, at every step."""
+    if schedule is not None and not callable(schedule):
+        _checks.rate(name, schedule, ceiling)
+
+
+def dense_gatherer(log_likelihood: LogLikelihood, memory_limit: int | None) -> Gatherer:
+    """Rows through torch.func, for any function."""
+
+    def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
+        count = batch_size(batch)
+        with torch.no_grad():
+            values = [_checked(log_likelihood(spec.unflatten(theta), batch), count) for theta in thetas]
+        operator = per_example_gradients(log_likelihood, spec, thetas, batch, memory_limit)
+        return operator, float(torch.stack(values).mean())
+
+    return gather
+
+
+def factored_gatherer(log_likelihood: LogLikelihood, model: nn.Module | None, rank: int, verify: bool) -> Gatherer:
+    """Factors captured from the layers of the module behind the log-likelihood."""
+    if model is None:
+        raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
+    captures: dict[tuple[ParamSpec, torch.dtype], GradientCapture] = {}
+
+    def capture_for(spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
+        key = (spec, dtype)
+        if key not in captures:
+            known = _with_aliases(spec, model)
+            captures[key] = GradientCapture(model, known, dtype, verify=verify, leaf_totals=False)
+        return captures[key]
+
+    def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
+        count = batch_size(batch)
+        capture, groups, values = capture_for(spec, thetas.dtype), [], []
+        for theta in thetas:
+            params = {name: value.detach().requires_grad_() for name, value in spec.unflatten(theta).items()}
+            with torch.enable_grad(), capture.recording():
+                value = _checked(log_likelihood(params, batch), count)
+                grads = torch.autograd.grad(-value.sum(), list(params.values()), allow_unused=True)
+            totals = {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}
+            groups += capture.collect(params, totals, count)
+            values.append(value.detach())
+        return FactoredGradients(spec, groups, rank, thetas), float(torch.stack(values).mean())
+
+    return gather
+
+
+def _checked(values: Any, num_examples: int) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != (num_examples,):
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(
+            f"log_likelihood must return one value per example, shape ({num_examples},), got {shape}. "
+            "Use reduction='none' and sum over output dimensions."
+        )
+    if not bool(torch.isfinite(values).all()):
+        count = int((~torch.isfinite(values)).sum())
+        raise NumericalError(
+            f"log_likelihood is not finite for {count} of {num_examples} examples. The state is unchanged. "
+            + GRADIENT_REMEDY
+        )
+    return values
+
+
+def _with_aliases(spec: ParamSpec, model: nn.Module) -> ParamSpec:
+    """The same layout, knowing the other names that tied tensors have in the model."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    for name in spec.names:
+        if name not in tensors:
+            raise ValueError(
+                f"params has {name!r}, which is no parameter of model. Use model.named_parameters() names."
+            )
+    pairs = ((alias, name) for name in spec.names for alias in tensors)
+    aliases = tuple((alias, name) for alias, name in pairs if alias != name and tensors[alias] is tensors[name])
+    return ParamSpec(spec.names, spec.shapes, aliases)
