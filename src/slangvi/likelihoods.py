@@ -140,8 +140,8 @@ def check_labels(targets: Tensor, num_classes: int) -> None:
 
 
 def _eager(values: Tensor) -> bool:
-    """Values can be looked at: not inside vmap, where a check would have to branch on a batch."""
-    return not torch._C._functorch.is_batchedtensor(values)
+    """Values can be looked at: not inside torch.func transforms, where a check would branch on a batch."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(values)
 
 
 def _sum_but_first(values: Tensor) -> Tensor:

@@ -146,9 +146,10 @@ def check_parameter(name: str, value: Any) -> None:
 
 
 class GradientOperator(Protocol):
-    """Per-example gradients G (R rows, P columns), seen only through five products.
+    """Per-example gradients G (R rows, P columns), seen through five products.
 
-    Rows are gradients of the *negative* log-likelihood of one example at one sample of the weights.
+    Rows are gradients of the *negative* log-likelihood of one example at one sample of the weights. `form` is for
+    problems with fewer parameters than rows, where G is smaller than its Gram.
     """
 
     @property
@@ -169,6 +170,9 @@ class GradientOperator(Protocol):
 
     def t_mm(self, weights: Tensor) -> Tensor:
         """Wᵀ G for W (R, K), shape (K, P)."""
+
+    def form(self) -> Tensor:
+        """G itself, (R, P)."""
 
 
 class Transform(NamedTuple):

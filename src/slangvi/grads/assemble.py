@@ -59,15 +59,19 @@ class Assembler:
         count = num_examples if num_examples is not None else _count_examples(backward)
         if count == 0:
             raise ValueError("the batch is empty: a step needs at least one example. Skip empty batches.")
-        signature = _signature(backward, count)
-        plan = self._plans.get(signature)
-        if plan is None:
-            plan = frozenset(self.spec.names if self.engine == "dense" else ())
-            if self.verify and self.engine == "factored":
-                plan = self._distrusted(backward, values, count)
-            self._plans[signature] = plan
-        blocks = self._blocks(backward, values, count, plan)
+        blocks = self._blocks(backward, values, count, self._plan(backward, values, count))
         return RowGroup(count, blocks, {name: total.to(self.dtype) for name, total in backward.totals.items()})
+
+    def _plan(self, backward: Backward, values: Params, count: int) -> frozenset[str]:
+        """Parameters to be served by the whole model: all for the dense engine, else what the check found."""
+        if self.engine == "dense":
+            return frozenset(self.spec.names)
+        signature = _signature(backward, count)
+        if self.verify and signature not in self._plans:
+            if not all(bool(torch.isfinite(total).all()) for total in backward.totals.values()):
+                return frozenset()  # NaN proves nothing; the step will refuse it, and the next batch is checked
+            self._plans[signature] = self._distrusted(backward, values, count)
+        return self._plans.get(signature, frozenset())
 
     def _blocks(self, backward: Backward, values: Params, count: int, distrusted: frozenset[str]) -> dict[str, Block]:
         wanted = [name for name in backward.totals if name in self.spec.slices]

@@ -60,6 +60,7 @@ class Call:
         leaves: flattened (args, kwargs), tensors detached.
         structure: how to put the leaves back together.
         surroundings: autocast and random state before the call; None for modules that have a rule.
+        recomputed: whether the call was made inside a backward pass, by activation checkpointing.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Call:
     leaves: list[Any]
     structure: TreeSpec
     surroundings: Surroundings | None
+    recomputed: bool = False
     versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

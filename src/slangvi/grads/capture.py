@@ -96,9 +96,9 @@ class GradientCapture:
         # torch.autograd.grad passes through the same hooks, but is no training signal: it leaves p.grad alone.
         reached = _merged([backward for backward in passes if backward.accumulated and backward.totals])
         for backward in reached:
-            if not backward.cotangents:
+            if not backward.cotangents or any(call.recomputed for call in backward.cotangents):
                 raise UnsupportedModuleError(
-                    "gradients reached the parameters, but no call of the model was recorded. Run forward and "
+                    "gradients reached the parameters, but not through a recorded call of the model. Run forward and "
                     "backward inside the same block, on this model, without reentrant checkpointing "
                     "(use_reentrant=False works)."
                 )
@@ -114,6 +114,7 @@ class GradientCapture:
     def note_call(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         """After a call: keep its inputs, and ask its outputs for their gradients."""
         call = Call.of(name, self.modules[name], args, kwargs, self._before.get(name))
+        call.recomputed = torch._C._current_graph_task_id() != -1
         for leaf, value in enumerate(tree_flatten(output)[0]):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(partial(_store_cotangent, weakref.ref(self), call, leaf))

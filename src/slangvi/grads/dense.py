@@ -85,6 +85,10 @@ class DenseGradients:
         assert result is not None
         return result
 
+    def form(self) -> Tensor:
+        """(..., R, P)."""
+        return torch.cat([self._rows(k) for k in range(len(self._pieces))], dim=-2)
+
     @cached_property
     def _sums(self) -> tuple[Tensor, Tensor]:
         """Sum and sum of squares in one pass over the pieces."""

@@ -106,6 +106,13 @@ class FactoredGradients:
             result[:, self.spec.slices[name]] = block.t_mm(weights)
         return result
 
+    def form(self) -> Tensor:
+        """G itself, (R, P); only for few parameters."""
+        rows = self.like.new_zeros(self._num_rows, self.spec.num_params)
+        for name, block in self.blocks.items():
+            rows[:, self.spec.slices[name]] = block.form()
+        return rows
+
 
 def _stack_named(name: str, groups: Sequence[RowGroup], num_rows: int) -> Block | None:
     """All rows of one parameter; groups that did not use it count as zero rows."""

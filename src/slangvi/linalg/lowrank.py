@@ -1,7 +1,8 @@
 r"""The precision UUᵀ + diag(d), factorised once and then solved, sampled and measured.
 
 With V = diag(d)^(−1/2) U everything goes through one small matrix, the capacitance I + VᵀV (L×L). It is positive
-definite for every U, zero and repeated columns included, so no case needs a branch. It is built and factorised in
+definite for every U, zero and repeated columns included, so no case needs a branch. Solves, inverse diagonal and
+logdet go through its Cholesky factor, draws through its symmetric inverse root. It is built and factorised in
 float64: only L×L numbers are involved, and a float32 Gram would lose the identity once ‖V‖² passes 1e7.
 
 Throughout, U is stored by rows, as `factor` of shape (..., L, P), because rows are what training writes.
@@ -10,9 +11,12 @@ Throughout, U is stored by rows, as `factor` of shape (..., L, P), because rows 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 __all__ = ["LowRankPrecision", "factorize", "matmul"]
 
@@ -46,29 +50,34 @@ class LowRankPrecision:
         white = rhs / root
         return (white - self._lift(self._capacitance_solve(_contract(self.scaled, white)))) / root
 
-    def transform_noise(self, noise: Tensor, factor_noise: Tensor) -> Tensor:
+    def transform_noise(self, noise: Tensor) -> Tensor:
         r"""Turn standard normal noise into a zero-mean draw with covariance (UUᵀ + diag d)⁻¹.
 
-        $$ d^{-1/2}\bigl(\varepsilon_1 + V (I + V^\top V)^{-1} (\varepsilon_2 - V^\top \varepsilon_1)\bigr) $$
+        $$ d^{-1/2} (I + VV^\top)^{-1/2} \varepsilon = d^{-1/2}\bigl(\varepsilon + V K V^\top \varepsilon\bigr) $$
 
-        which is P⁻¹(√d ∘ ε₁ + U ε₂) with the cancelling terms removed by hand.
+        with K from `inverse_root_core`. The symmetric root depends on UUᵀ alone: the same noise gives the same draw
+        whatever signs or rotation the columns of U came out with.
 
         Args:
-            noise: ε₁, shape (..., P).
-            factor_noise: ε₂, shape (..., L).
+            noise: ε, shape (..., P).
         """
-        inner = factor_noise - _contract(self.scaled, noise)
-        return (noise + self._lift(self._capacitance_solve(inner))) / self.diag.sqrt()
+        inner = _contract(self.scaled, noise)
+        lifted = self._lift((self.core @ inner.to(torch.float64).unsqueeze(-1)).squeeze(-1).to(inner.dtype))
+        return (noise + lifted) / self.diag.sqrt()
+
+    @cached_property
+    def core(self) -> Tensor:
+        """K with (I + VVᵀ)^(−1/2) = I + V K Vᵀ, float64, (..., L, L)."""
+        return inverse_root_core(gram_float64(self.scaled))
 
     def sample(
         self, sample_shape: tuple[int, ...] | torch.Size = (), generator: torch.Generator | None = None
     ) -> Tensor:
         """Zero-mean draws of shape (*sample_shape, ..., P)."""
-        lead = (*sample_shape, *self.diag.shape[:-1])
-        like = {"dtype": self.diag.dtype, "device": self.diag.device, "generator": generator}
-        noise = torch.randn(*lead, self.diag.shape[-1], **like)  # type: ignore[call-overload]
-        factor_noise = torch.randn(*lead, self.factor.shape[-2], **like)  # type: ignore[call-overload]
-        return self.transform_noise(noise, factor_noise)
+        noise = torch.randn(
+            *sample_shape, *self.diag.shape, generator=generator, dtype=self.diag.dtype, device=self.diag.device
+        )
+        return self.transform_noise(noise)
 
     def inv_diag(self) -> Tensor:
         """Diagonal of (UUᵀ + diag d)⁻¹, (..., P).
@@ -125,6 +134,38 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
     # the identity is below the last digit; it is zero at U = 0 and never larger than the rounding it guards against.
     jitter = 1.0 + 4.0 * max(rank, 1) * torch.finfo(torch.float64).eps * gram.diagonal(dim1=-2, dim2=-1)
     return LowRankPrecision(factor, diag, scaled, torch.linalg.cholesky(gram + torch.diag_embed(jitter)))
+
+
+class _InverseRootCore(torch.autograd.Function):
+    """K(S) = c(S) for symmetric S ⪰ 0 with c(s) = −1/(√(1+s)(1+√(1+s))), differentiable at equal eigenvalues too.
+
+    autograd's own eigh divides by differences of eigenvalues, which are zero at U = 0. The derivative of a matrix
+    function needs only divided differences of c, and these are smooth: with a = √(1+s_i), b = √(1+s_j),
+    (c_i − c_j)/(s_i − s_j) = [1/(ab) − 1/((1+a)(1+b))]/(a+b).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gram: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(gram)
+        roots = values.clamp_min(0.0).add(1.0).sqrt()
+        ctx.save_for_backward(roots, vectors)
+        core: Tensor = (vectors * (-1.0 / (roots * (1.0 + roots))).unsqueeze(-2)) @ vectors.mT
+        return core
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        roots, vectors = ctx.saved_tensors
+        a, b = roots.unsqueeze(-1), roots.unsqueeze(-2)
+        slopes = (1.0 / (a * b) - 1.0 / ((1.0 + a) * (1.0 + b))) / (a + b)
+        grad: Tensor = vectors @ (slopes * (vectors.mT @ grads[0] @ vectors)) @ vectors.mT
+        return grad
+
+
+def inverse_root_core(gram: Tensor) -> Tensor:
+    """K with (I + VVᵀ)^(−1/2) = I + V K Vᵀ, from the Gram VᵀV (..., L, L)."""
+    core: Tensor = _InverseRootCore.apply(gram)  # type: ignore[no-untyped-call]
+    return core
 
 
 def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:

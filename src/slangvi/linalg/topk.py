@@ -2,7 +2,7 @@ r"""Best rank-L factor of a·UUᵀ + b·GᵀG, where G is seen only as an operat
 
 With C = [√a U, √b G] stacked by rows, the nonzero spectrum of CᵀC (P×P) is that of the small Gram CCᵀ ((L+R)×(L+R)).
 Its leading eigenvectors W give the new factor directly as WᵀC: no division by eigenvalues, so zero and repeated
-directions need no care.
+directions need no care. With few parameters, P < L+R, the P×P matrix is the smaller one and is used instead.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slangvi.linalg.lowrank import gram_float64
@@ -55,19 +56,43 @@ def top_factor(
         >>> top.factor.abs(), top.spectrum, top.total
         (tensor([[2., 0.]]), tensor([4.]), tensor(5.))
     """
-    rank = factor.shape[-2]
+    rank, size = factor.shape[-2:]
     old = _sqrt(keep) * factor
-    gain_root = _sqrt(gain)
+    if size < rank + gradients.num_rows:
+        return _through_parameters(old, gradients, _sqrt(gain))
+    return _through_rows(old, gradients, gain, gain_per_tensor)
+
+
+def _through_rows(
+    old: Tensor, gradients: GradientOperator, gain: float | Tensor, gain_per_tensor: Tensor | None
+) -> TopFactor:
+    """By the eigenvectors of the (L+R)×(L+R) Gram."""
+    rank, gain_root = old.shape[-2], _sqrt(gain)
     cross = gradients.mm(old * gain_root)
     gram = gradients.gram() * gain if gain_per_tensor is None else gradients.gram(gain_per_tensor)
-    small = _bordered(gram_float64(old), cross, gram)
-    values, vectors = torch.linalg.eigh(small)
-    total = values.sum(-1)
-    values = values[..., -rank:].flip(-1) if rank else values[..., :0]
-    vectors = vectors[..., -rank:].flip(-1) if rank else vectors[..., :0]
-    weights = vectors.to(factor.dtype)
+    values, vectors, total = _leading(_bordered(gram_float64(old), cross, gram), rank)
+    weights = vectors.to(old.dtype)
     new = weights[..., :rank, :].mT @ old + gradients.t_mm(weights[..., rank:, :]) * gain_root
-    return TopFactor(new, values.clamp_min(0.0).to(factor.dtype), total.to(factor.dtype))
+    return TopFactor(new, values.to(old.dtype), total.to(old.dtype))
+
+
+def _through_parameters(old: Tensor, gradients: GradientOperator, gain_root: float | Tensor) -> TopFactor:
+    """By the eigenvectors of the P×P matrix itself; ranks beyond P are filled with zeros."""
+    rank, size = old.shape[-2:]
+    rows = gradients.form() * gain_root
+    matrix = gram_float64(old.mT) + gram_float64(rows.mT)
+    values, vectors, total = _leading(matrix, min(rank, size))
+    new = (vectors * values.sqrt().unsqueeze(-2)).mT.to(old.dtype)
+    missing = rank - new.shape[-2]
+    values = F.pad(values, (0, missing))
+    return TopFactor(F.pad(new, (0, 0, 0, missing)), values.to(old.dtype), total.to(old.dtype))
+
+
+def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `rank` largest eigenvalues (clamped at 0) and their vectors, largest first, and the sum of all."""
+    values, vectors = torch.linalg.eigh(matrix)
+    first = values.shape[-1] - rank
+    return values[..., first:].flip(-1).clamp_min(0.0), vectors[..., first:].flip(-1), values.sum(-1)
 
 
 def _bordered(corner: Tensor, cross: Tensor, gram: Tensor) -> Tensor:

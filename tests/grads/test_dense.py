@@ -1,0 +1,97 @@
+"""The dense engine: rows through torch.func, in as many pieces as memory asks for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from slangvi.grads.dense import DenseGradients, batch_size, per_example_gradients, rows_within, slice_batch
+from slangvi.types import ParamSpec
+
+
+def problem(M=4, S=3):
+    torch.manual_seed(0)
+    params = {"w": torch.randn(3, 2).double(), "b": torch.randn(2).double()}
+    batch = {"x": torch.randn(M, 3).double(), "y": torch.randint(2, (M,)), "note": "kept as it is"}
+
+    def log_likelihood(params, batch):
+        return -nn.functional.cross_entropy(batch["x"] @ params["w"] + params["b"], batch["y"], reduction="none")
+
+    spec = ParamSpec.of(params)
+    thetas = spec.flatten(params) + 0.1 * torch.randn(S, spec.num_params).double()
+    rows = []
+    for theta in thetas:
+        leaf = theta.clone().requires_grad_()
+        values = -log_likelihood(spec.unflatten(leaf), batch)
+        rows += [torch.autograd.grad(v, leaf, retain_graph=True)[0] for v in values]
+    return log_likelihood, spec, thetas, batch, torch.stack(rows)
+
+
+@pytest.mark.parametrize("limit", [None, 10**9, 1500, 1], ids=["none", "ample", "pieces", "row by row"])
+@given(M=st.integers(1, 5), S=st.integers(1, 3))
+def test_rows_equal_a_loop_under_any_memory_limit(limit, M, S):
+    log_likelihood, spec, thetas, batch, truth = problem(M, S)
+    operator = per_example_gradients(log_likelihood, spec, thetas, batch, limit)
+    C, W = torch.randn(2, spec.num_params).double(), torch.randn(len(truth), 3).double()
+    assert operator.num_rows == len(truth)
+    torch.testing.assert_close(operator.sum(), truth.sum(0))
+    torch.testing.assert_close(operator.square_sum(), truth.square().sum(0))
+    torch.testing.assert_close(operator.gram(), truth @ truth.T)
+    torch.testing.assert_close(operator.mm(C), truth @ C.T)
+    torch.testing.assert_close(operator.t_mm(W), W.T @ truth)
+    weights = torch.tensor([0.5, 2.0]).double()
+    column = spec.expand(weights.tolist(), truth)
+    torch.testing.assert_close(operator.gram(weights), (truth * column) @ truth.T)
+
+
+def test_pieces_respect_the_limit():
+    log_likelihood, spec, thetas, batch, _ = problem(M=5, S=2)
+    seen = []
+    row_bytes = spec.num_params * 8
+    operator = per_example_gradients(log_likelihood, spec, thetas, batch, memory_limit=3 * 2 * row_bytes)
+    for k in range(len(operator._pieces)):
+        seen.append(len(operator._rows(k)))
+    assert max(seen) <= 2
+    assert sum(seen) == 10
+
+
+def test_rows_within_a_limit():
+    assert rows_within(None, 8, 7) == 7
+    assert rows_within(1, 8, 7) == 1
+    assert rows_within(3 * 8 * 4, 8, 7) == 4
+
+
+def test_leading_batch_dimensions():
+    rows = torch.randn(2, 4, 3)
+    operator = DenseGradients.from_rows(rows)
+    assert operator.gram().shape == (2, 4, 4)
+    torch.testing.assert_close(operator.t_mm(torch.ones(2, 4, 1))[:, 0], rows.sum(1))
+
+
+def test_weighted_gram_needs_the_layout():
+    with pytest.raises(ValueError, match="numels"):
+        DenseGradients.from_rows(torch.ones(2, 3)).gram(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        (torch.zeros(0, 3), r"\[0\]"),
+        ((torch.zeros(2), torch.zeros(3)), r"\[2, 3\]"),
+        ("no tensors", "no tensors"),
+        (torch.tensor(1.0), r"\[0\]"),
+    ],
+)
+def test_batches_without_a_common_size_are_refused(batch, match):
+    with pytest.raises(ValueError, match=match):
+        batch_size(batch)
+
+
+def test_slicing_keeps_what_is_no_tensor():
+    batch = {"x": torch.arange(4), "name": "n"}
+    part = slice_batch(batch, 1, 3)
+    assert part["x"].tolist() == [1, 2]
+    assert part["name"] == "n"
