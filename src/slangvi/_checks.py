@@ -77,11 +77,18 @@ def per_parameter(
     """
     low = 0.0 if positive else -math.inf
     if isinstance(value, Mapping):
-        numbers = _from_patterns(name, value, spec, known or spec, low)
-        return spec.expand(numbers, like)
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return _from_tensor(name, value, spec, like, positive)
-    return like.new_full((spec.num_params,), number(name, value, low))
+        result = spec.expand(_from_patterns(name, value, spec, known or spec, low), torch.empty(0, dtype=torch.float64))
+    elif isinstance(value, Tensor) and value.numel() != 1:
+        result = _from_tensor(name, value, spec, positive)
+    else:
+        result = torch.full((spec.num_params,), number(name, value, low), dtype=torch.float64)
+    converted = result.to(like, copy=True)
+    lost = ~torch.isfinite(converted) | (positive & (converted <= 0))
+    if bool(lost.any()):
+        kind = "finite and > 0" if positive else "finite"
+        given = float(result[lost.to(result.device)][0])
+        raise ValueError(f"{name} must be {kind} in {like.dtype}, the dtype of the state, got {given:g}.")
+    return converted
 
 
 def _from_patterns(
@@ -89,14 +96,16 @@ def _from_patterns(
 ) -> list[float]:
     values = {str(key): number(f"{name}[{key!r}]", value, low) for key, value in patterns.items()}
     for key in values:
-        if key not in known.canonical and not any(fnmatchcase(param, key) for param in known.names):
+        if not any(fnmatchcase(param, key) for param in known.canonical):
             raise ValueError(
                 f"{name} names {key!r}, which matches no parameter. Parameters are: {', '.join(known.names[:8])}"
                 f"{', …' if len(known.names) > 8 else ''}. Correct the name or remove the entry."
             )
     result = []
     for param in spec.names:
-        match = param if param in values else next((key for key in values if fnmatchcase(param, key)), None)
+        names = [param, *(alias for alias, name in known.aliases if name == param)]
+        exact = next((key for key in names if key in values), None)
+        match = exact or next((key for key in values if any(fnmatchcase(n, key) for n in names)), None)
         if match is None:
             raise ValueError(
                 f"{name} has no entry for parameter {param!r}: its keys are {sorted(values)}. "
@@ -106,7 +115,7 @@ def _from_patterns(
     return result
 
 
-def _from_tensor(name: str, value: Tensor, spec: ParamSpec, like: Tensor, positive: bool) -> Tensor:
+def _from_tensor(name: str, value: Tensor, spec: ParamSpec, positive: bool) -> Tensor:
     if value.shape != (spec.num_params,):
         raise ValueError(
             f"{name} must be a number, a dict, or a tensor of shape ({spec.num_params},) with one entry per "
@@ -119,4 +128,4 @@ def _from_tensor(name: str, value: Tensor, spec: ParamSpec, like: Tensor, positi
         place = int(bad.nonzero()[0, 0])
         kind = "finite and > 0" if positive else "finite"
         raise ValueError(f"{name} must be {kind} everywhere, got {value[place].item()} at entry {place}.")
-    return value.detach().to(like).clone()
+    return value.detach()

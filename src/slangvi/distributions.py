@@ -164,8 +164,8 @@ def _gaussian_kl(trace: Tensor, quadratic: Tensor, size: int, logdet_q: Tensor, 
     return 0.5 * (trace + quadratic - size + logdet_q - logdet_p)
 
 
-def _diagonal(normal: Normal | Independent[Any]) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of a diagonal normal over its last dimension."""
+def _diagonal(normal: Normal | Independent[Any], size: int) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation, (..., P) each, of a diagonal normal; one number stands for all coordinates."""
     if isinstance(normal, Independent):
         if not isinstance(normal.base_dist, Normal) or len(normal.event_shape) != 1:
             raise NotImplementedError(
@@ -173,10 +173,27 @@ def _diagonal(normal: Normal | Independent[Any]) -> tuple[Tensor, Tensor]:
                 f"Independent({type(normal.base_dist).__name__}) with event shape {tuple(normal.event_shape)}."
             )
         normal = normal.base_dist
-    return normal.loc, normal.scale
+    given = normal.loc.shape[-1:] or torch.Size((1,))
+    if given[0] not in (1, size):
+        raise _event_error(torch.Size((size,)), given)
+    shape = (*normal.loc.shape[:-1], size)
+    return normal.loc.expand(shape), normal.scale.expand(shape)
+
+
+def _event_error(a: torch.Size, b: torch.Size) -> ValueError:
+    return ValueError(f"KL needs distributions of the same event shape, got {tuple(a)} and {tuple(b)}.")
+
+
+def _matched(q: Any, p: Any) -> tuple[Any, Any]:
+    """Both distributions over the batch shape they share."""
+    if q.event_shape != p.event_shape:
+        raise _event_error(q.event_shape, p.event_shape)
+    batch = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
+    return q.expand(batch), p.expand(batch)
 
 
 def _kl_lowrank_lowrank(q: LowRankPrecisionNormal, p: LowRankPrecisionNormal) -> Tensor:
+    q, p = _matched(q, p)
     directions = p.prec_factor.movedim(-1, 0)
     trace = (p.prec_diag * q.variance).sum(-1) + (directions * q.precision.solve(directions)).sum((0, -1))
     quadratic = p._quadratic(q.loc - p.loc)
@@ -184,21 +201,21 @@ def _kl_lowrank_lowrank(q: LowRankPrecisionNormal, p: LowRankPrecisionNormal) ->
 
 
 def _kl_lowrank_diagonal(q: LowRankPrecisionNormal, p: Normal | Independent[Any]) -> Tensor:
-    loc, scale = _diagonal(p)
+    loc, scale = _diagonal(p, q.event_shape[0])
     trace = (q.variance / scale.square()).sum(-1)
     quadratic = ((q.loc - loc) / scale).square().sum(-1)
-    logdet_p = -2.0 * scale.log().expand(loc.shape).sum(-1)
-    return _gaussian_kl(trace, quadratic, q.event_shape[0], q.precision.logdet(), logdet_p)
+    return _gaussian_kl(trace, quadratic, q.event_shape[0], q.precision.logdet(), -2.0 * scale.log().sum(-1))
 
 
 def _kl_diagonal_lowrank(q: Normal | Independent[Any], p: LowRankPrecisionNormal) -> Tensor:
-    loc, scale = _diagonal(q)
+    loc, scale = _diagonal(q, p.event_shape[0])
     trace = ((p.prec_diag + p.prec_factor.square().sum(-1)) * scale.square()).sum(-1)
-    logdet_q = -2.0 * scale.log().expand(loc.shape).sum(-1)
-    return _gaussian_kl(trace, p._quadratic(loc - p.loc), p.event_shape[0], logdet_q, p.precision.logdet())
+    quadratic = p._quadratic(loc - p.loc)
+    return _gaussian_kl(trace, quadratic, p.event_shape[0], -2.0 * scale.log().sum(-1), p.precision.logdet())
 
 
 def _kl_lowrank_dense(q: LowRankPrecisionNormal, p: MultivariateNormal) -> Tensor:
+    q, p = _matched(q, p)
     trace = (p.precision_matrix * q.covariance_matrix).sum((-2, -1))
     diff = (q.loc - p.loc).unsqueeze(-1)
     white = torch.linalg.solve_triangular(p.scale_tril, diff, upper=False)
@@ -207,6 +224,7 @@ def _kl_lowrank_dense(q: LowRankPrecisionNormal, p: MultivariateNormal) -> Tenso
 
 
 def _kl_dense_lowrank(q: MultivariateNormal, p: LowRankPrecisionNormal) -> Tensor:
+    q, p = _matched(q, p)
     trace = (p.prec_diag * q.variance).sum(-1) + (q.scale_tril.mT @ p.prec_factor).square().sum((-2, -1))
     quadratic = p._quadratic(q.loc - p.loc)
     return _gaussian_kl(trace, quadratic, p.event_shape[0], _dense_logdet(q), p.precision.logdet())

@@ -48,13 +48,12 @@ class Categorical(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Log-softmax at the targets; outputs (M, ..., C), targets (M, ...)."""
+        if outputs.ndim < 2:
+            raise ValueError(f"outputs must have shape (M, ..., C), got {tuple(outputs.shape)}.")
         check_labels(targets, outputs.shape[-1])
         if targets.shape != outputs.shape[:-1]:
             raise _shape_error(targets, tuple(outputs.shape[:-1]))
-        losses = F.cross_entropy(outputs.movedim(-1, 1), targets, reduction="none") if outputs.ndim > 1 else None
-        if losses is None:
-            raise ValueError(f"outputs must have shape (M, ..., C), got {tuple(outputs.shape)}.")
-        return -_sum_but_first(losses)
+        return -_sum_but_first(F.cross_entropy(outputs.movedim(-1, 1), targets.long(), reduction="none"))
 
     def predictive(self, outputs: Tensor) -> Tensor:
         """Softmax over the last dimension."""
@@ -145,7 +144,9 @@ def _eager(values: Tensor) -> bool:
 
 
 def _sum_but_first(values: Tensor) -> Tensor:
-    return values.reshape(values.shape[0], -1).sum(1)
+    if values.ndim == 0:
+        raise ValueError("outputs must have shape (M, ...), one row per example, got a scalar.")
+    return values.flatten(1).sum(1) if values.ndim > 1 else values
 
 
 def _shape_error(targets: Tensor, expected: tuple[int, ...]) -> ValueError:

@@ -27,14 +27,14 @@ def nll(probs: Tensor, labels: Tensor) -> float:
         0.6931
     """
     _check(probs, labels)
-    chosen = probs.double().gather(-1, labels.unsqueeze(-1))
+    chosen = probs.double().gather(-1, labels.long().unsqueeze(-1))
     return float(-chosen.clamp_min(torch.finfo(torch.float64).tiny).log().mean())
 
 
 def brier(probs: Tensor, labels: Tensor) -> float:
     """Mean squared distance to the one-hot truth; probs (n, C), labels (n,)."""
     _check(probs, labels)
-    truth = torch.nn.functional.one_hot(labels, probs.shape[-1])
+    truth = torch.nn.functional.one_hot(labels.long(), probs.shape[-1])
     return float((probs.double() - truth).square().sum(-1).mean())
 
 
@@ -109,6 +109,8 @@ def _same_shape(mean: Tensor, targets: Tensor) -> None:
         raise ValueError(
             f"predictions and targets must have the same shape, got {tuple(mean.shape)} and {tuple(targets.shape)}."
         )
+    if targets.numel() == 0:
+        raise ValueError("there is nothing to score: give at least one example.")
 
 
 def _check(probs: Tensor, labels: Tensor) -> None:
@@ -116,4 +118,6 @@ def _check(probs: Tensor, labels: Tensor) -> None:
         raise ValueError(
             f"probs must be (n, C) and labels (n,) with n ≥ 1, got {tuple(probs.shape)} and {tuple(labels.shape)}."
         )
+    if not bool(((probs >= 0) & (probs <= 1 + 1e-4)).all()):
+        raise ValueError("probs must lie in [0, 1], got values outside or NaN. Pass probabilities, not logits.")
     check_labels(labels, probs.shape[-1])

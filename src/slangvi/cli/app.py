@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
@@ -34,6 +35,7 @@ def demo(out: Path, seed: int, quick: bool) -> None:
     """Train SLANG and Adam on a noisy curve and on patients' data; print a table, write a picture."""
     if not out.parent.is_dir():
         raise click.BadParameter(f"folder {out.parent} does not exist. Make it first.", param_hint="--out")
+    _require("demo", matplotlib="plot", sklearn="sklearn")
     from rich.console import Console
     from rich.table import Table
 
@@ -49,6 +51,13 @@ def demo(out: Path, seed: int, quick: bool) -> None:
     console.print(table)
     experiment.plot(result, out)
     console.print(f"Picture: {out}   ({perf_counter() - start:.0f} s)", highlight=False)
+
+
+def _require(command: str, **extras: str) -> None:
+    """Say what to install before any work is done."""
+    missing = sorted(extra for module, extra in extras.items() if find_spec(module) is None)
+    if missing:
+        raise click.ClickException(f"{command} needs more packages: pip install 'slangvi[{','.join(missing)}]'")
 
 
 @contextmanager

@@ -46,7 +46,10 @@ def breast_cancer(num_train: int = 285, seed: int = 0) -> Split:
     except ImportError as error:
         raise ImportError("the breast-cancer data come with scikit-learn: pip install 'slangvi[sklearn]'") from error
     bunch = load_breast_cancer()
-    order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(seed))
+    total = len(bunch.target)
+    if not 2 <= num_train < total:
+        raise ValueError(f"num_train must be between 2 and {total - 1}, so that both parts exist, got {num_train}.")
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     x = torch.from_numpy(bunch.data).float()[order]
     y = torch.from_numpy(bunch.target).long()[order]
     x = (x - x[:num_train].mean(0)) / x[:num_train].std(0)

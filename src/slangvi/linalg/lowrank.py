@@ -55,20 +55,26 @@ class LowRankPrecision:
 
         $$ d^{-1/2} (I + VV^\top)^{-1/2} \varepsilon = d^{-1/2}\bigl(\varepsilon + V K V^\top \varepsilon\bigr) $$
 
-        with K from `inverse_root_core`. The symmetric root depends on UUᵀ alone: the same noise gives the same draw
-        whatever signs or rotation the columns of U came out with.
+        with K = c(VᵀV), c(s) = −1/(√(1+s)(1+√(1+s))). The symmetric root depends on UUᵀ alone: the same noise gives
+        the same draw whatever signs or rotation the columns of U came out with.
 
         Args:
             noise: ε, shape (..., P).
         """
         inner = _contract(self.scaled, noise)
-        lifted = self._lift((self.core @ inner.to(torch.float64).unsqueeze(-1)).squeeze(-1).to(inner.dtype))
-        return (noise + lifted) / self.diag.sqrt()
+        rooted = _InverseRoot.apply(self.gram, inner.to(torch.float64), *self.spectrum)  # type: ignore[no-untyped-call]
+        return (noise + self._lift(rooted.to(inner.dtype))) / self.diag.sqrt()
 
     @cached_property
-    def core(self) -> Tensor:
-        """K with (I + VVᵀ)^(−1/2) = I + V K Vᵀ, float64, (..., L, L)."""
-        return inverse_root_core(gram_float64(self.scaled))
+    def gram(self) -> Tensor:
+        """VᵀV, float64, (..., L, L)."""
+        return gram_float64(self.scaled)
+
+    @cached_property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """√(1+s) and Q of VᵀV = Q diag(s) Qᵀ, without gradient."""
+        values, vectors = torch.linalg.eigh(self.gram.detach())
+        return values.clamp_min(0.0).add(1.0).sqrt(), vectors
 
     def sample(
         self, sample_shape: tuple[int, ...] | torch.Size = (), generator: torch.Generator | None = None
@@ -136,36 +142,36 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
     return LowRankPrecision(factor, diag, scaled, torch.linalg.cholesky(gram + torch.diag_embed(jitter)))
 
 
-class _InverseRootCore(torch.autograd.Function):
-    """K(S) = c(S) for symmetric S ⪰ 0 with c(s) = −1/(√(1+s)(1+√(1+s))), differentiable at equal eigenvalues too.
+class _InverseRoot(torch.autograd.Function):
+    """c(S) y for symmetric S ⪰ 0, c(s) = −1/(√(1+s)(1+√(1+s))), given √(1+s) and the eigenvectors of S.
 
-    autograd's own eigh divides by differences of eigenvalues, which are zero at U = 0. The derivative of a matrix
-    function needs only divided differences of c, and these are smooth: with a = √(1+s_i), b = √(1+s_j),
-    (c_i − c_j)/(s_i − s_j) = [1/(ab) − 1/((1+a)(1+b))]/(a+b).
+    Q and Qᵀ are applied one after the other, never multiplied out: the product would lose what Qᵀy tells apart when S
+    is large and nearly singular. Autograd's own eigh divides by differences of eigenvalues, which are zero at U = 0;
+    the derivative of a matrix function needs only divided differences of c, and these are smooth: with a = √(1+s_i),
+    b = √(1+s_j), (c_i − c_j)/(s_i − s_j) = [1/(ab) − 1/((1+a)(1+b))]/(a+b).
     """
 
     @staticmethod
-    def forward(ctx: Any, gram: Tensor) -> Tensor:
-        values, vectors = torch.linalg.eigh(gram)
-        roots = values.clamp_min(0.0).add(1.0).sqrt()
-        ctx.save_for_backward(roots, vectors)
-        core: Tensor = (vectors * (-1.0 / (roots * (1.0 + roots))).unsqueeze(-2)) @ vectors.mT
-        return core
+    def forward(ctx: Any, gram: Tensor, y: Tensor, roots: Tensor, vectors: Tensor) -> Tensor:
+        turned = _turn(vectors.mT, y)
+        ctx.save_for_backward(turned, roots, vectors)
+        ctx.gram_shape = gram.shape
+        return _turn(vectors, -turned / (roots * (1.0 + roots)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        roots, vectors = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        turned, roots, vectors = ctx.saved_tensors
+        grad = _turn(vectors.mT, grads[0])
         a, b = roots.unsqueeze(-1), roots.unsqueeze(-2)
         slopes = (1.0 / (a * b) - 1.0 / ((1.0 + a) * (1.0 + b))) / (a + b)
-        grad: Tensor = vectors @ (slopes * (vectors.mT @ grads[0] @ vectors)) @ vectors.mT
-        return grad
+        inner = slopes * (grad.unsqueeze(-1) * turned.unsqueeze(-2)).sum_to_size(ctx.gram_shape)
+        return vectors @ inner @ vectors.mT, _turn(vectors, -grad / (roots * (1.0 + roots))), None, None
 
 
-def inverse_root_core(gram: Tensor) -> Tensor:
-    """K with (I + VVᵀ)^(−1/2) = I + V K Vᵀ, from the Gram VᵀV (..., L, L)."""
-    core: Tensor = _InverseRootCore.apply(gram)  # type: ignore[no-untyped-call]
-    return core
+def _turn(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Matrix (..., L, L) times vector (..., L)."""
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
 def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:

@@ -1,0 +1,300 @@
+"""UUᵀ + diag(d) against the P×P matrix in float64, or in 60 digits where float64 itself is not enough.
+
+Errors are measured after scaling by √d, i.e. on K = (I + VVᵀ)⁻¹ with V = d^(−½) U: that takes the units of d out, and
+one relative tolerance holds for every d. To first order the rounding error of K is ε(1 + ‖V‖ + L‖V‖²): rounding V costs
+ε‖V‖, and the float64 Gram with its jitter costs ε₆₄L‖V‖². With ‖V‖² ≤ 1e4 and L ≤ 16 that is below 1e-10 in float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slangvi.linalg import LowRankPrecision, factorize, lowrank, matmul
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-4}  # float32: 20 ε (1 + ‖V‖) at ‖V‖ = 100
+DTYPES = list(TOLERANCE)
+
+
+def random_problem(
+    seed: int, size: int, rank: int, batch: tuple[int, ...], kind: str, norm: float, spread: float
+) -> tuple[Tensor, Tensor]:
+    """U by rows with ‖V‖ = norm for every batch entry, and d over `spread` powers of ten either side of 1."""
+    source = torch.Generator().manual_seed(seed)
+    V = torch.randn(*batch, rank, size, generator=source, dtype=torch.float64)
+    if kind == "repeated" and rank:
+        V = V[..., :1, :].expand(V.shape)
+    if kind == "some zero" and rank:
+        V[..., ::2, :] = 0
+    if kind == "zero":
+        V = V * 0
+    if kind == "graded":
+        V = V * torch.logspace(0, -6, max(rank, 1), dtype=torch.float64)[:rank, None]
+    size_of = V.flatten(-2).norm(dim=-1)[..., None, None]
+    V = V * (norm / torch.where(size_of > 0, size_of, 1.0))
+    d = 10 ** ((torch.rand(*batch, size, generator=source, dtype=torch.float64) * 2 - 1) * spread)
+    return V * d.sqrt().unsqueeze(-2), d
+
+
+problems = st.builds(
+    lambda seed, size, extra, batch, kind, norm, spread: random_problem(
+        seed, size, min(extra, size + 8), batch, kind, norm, spread
+    ),
+    seed=st.integers(0, 2**20),
+    size=st.integers(1, 8),
+    extra=st.integers(0, 16),
+    batch=st.sampled_from([(), (3,), (2, 1)]),
+    kind=st.sampled_from(["random", "repeated", "some zero", "zero", "graded"]),
+    norm=st.sampled_from([1e-8, 1e-3, 1.0, 30.0, 100.0]),
+    spread=st.sampled_from([0.0, 2.0, 8.0]),
+)
+
+
+def whitened_inverse(factor: Tensor, diag: Tensor) -> Tensor:
+    """K = √d (UUᵀ + diag d)⁻¹ √d, dense, float64."""
+    V = factor.double() / diag.double().sqrt().unsqueeze(-2)
+    return torch.linalg.inv(torch.eye(V.shape[-1], dtype=torch.float64) + V.mT @ V)
+
+
+def dense(factor: Tensor, diag: Tensor) -> Tensor:
+    return factor.double().mT @ factor.double() + torch.diag_embed(diag.double())
+
+
+def whiten(covariance: Tensor, diag: Tensor) -> Tensor:
+    root = diag.double().sqrt()
+    return root.unsqueeze(-1) * covariance.double() * root.unsqueeze(-2)
+
+
+def columns_of(p: LowRankPrecision) -> Tensor:
+    """The inverse, by solving against every basis vector: (..., P, P)."""
+    size = p.diag.shape[-1]
+    eye = torch.eye(size, dtype=p.diag.dtype).reshape(size, *(1,) * (p.diag.ndim - 1), size)
+    return p.solve(eye).movedim(0, -1)
+
+
+def sampler_of(p: LowRankPrecision) -> Tensor:
+    """The linear map A of the sampler, column by column: (..., P, P)."""
+    size = p.diag.shape[-1]
+    eye = torch.eye(size, dtype=p.diag.dtype).reshape(size, *(1,) * (p.diag.ndim - 1), size)
+    return p.transform_noise(eye).movedim(0, -1)
+
+
+def relative(value: Tensor, expected: Tensor, dims: tuple[int, ...] = (-2, -1)) -> float:
+    """Largest relative error in norm over the batch."""
+    gap = (value.double() - expected).square().sum(dims).sqrt()
+    return float((gap / expected.square().sum(dims).sqrt()).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(problem=problems)
+def test_solve_is_the_dense_inverse(problem, dtype):
+    factor, diag = (t.to(dtype) for t in problem)
+    inverse = columns_of(factorize(factor, diag))
+    assert inverse.dtype is dtype
+    assert relative(whiten(inverse, diag), whitened_inverse(factor, diag)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(problem=problems)
+def test_sampler_times_its_transpose_is_the_dense_inverse(problem, dtype):
+    factor, diag = (t.to(dtype) for t in problem)
+    A = sampler_of(factorize(factor, diag)).double()
+    assert relative(whiten(A @ A.mT, diag), whitened_inverse(factor, diag)) <= TOLERANCE[dtype]
+
+
+@given(problem=problems)
+def test_inverse_diagonal_is_the_dense_one_entry_by_entry(problem):
+    factor, diag = problem
+    expected = whitened_inverse(factor, diag).diagonal(dim1=-2, dim2=-1)
+    value = factorize(factor, diag).inv_diag() * diag
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=0)
+
+
+@given(problem=problems)
+def test_inverse_diagonal_in_float32_stays_between_its_bounds(problem):
+    factor, diag = (t.float() for t in problem)
+    value = factorize(factor, diag).inv_diag().double()
+    lower = 1 / dense(factor, diag).diagonal(dim1=-2, dim2=-1)
+    upper = 1 / diag.double()
+    assert bool(((value >= lower * (1 - 1e-5)) & (value <= upper * (1 + 1e-6))).all())
+    expected = whitened_inverse(factor, diag).diagonal(dim1=-2, dim2=-1)
+    # 1 − Σ half² is computed in float32 with a float32 triangular solve: ε κ(chol) = ε √(1 + ‖V‖²), absolute.
+    torch.testing.assert_close(value * diag.double(), expected, rtol=0, atol=TOLERANCE[torch.float32])
+
+
+@given(problem=problems)
+def test_logdet_is_the_dense_one(problem):
+    factor, diag = problem
+    V = factor / diag.sqrt().unsqueeze(-2)
+    small = torch.linalg.slogdet(torch.eye(V.shape[-1], dtype=torch.float64) + V.mT @ V).logabsdet
+    expected = small + diag.log().sum(-1)
+    # Relative to the terms that are added: log d of either sign can cancel in the sum.
+    scale = float((small + diag.log().abs().sum(-1)).max()) + 1.0
+    torch.testing.assert_close(factorize(factor, diag).logdet(), expected, rtol=0, atol=1e-10 * scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(problem=problems)
+def test_matmul_and_trace_are_the_dense_ones(problem, dtype):
+    factor, diag = (t.to(dtype) for t in problem)
+    precision, p = dense(factor, diag), factorize(factor, diag)
+    rhs = torch.randn(diag.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = (precision @ rhs.double().unsqueeze(-1)).squeeze(-1)
+    scale = (precision.abs() @ rhs.double().abs().unsqueeze(-1)).squeeze(-1)
+    ulps = 50 * torch.finfo(dtype).eps
+    assert bool(((p.matmul(rhs).double() - expected).abs() <= ulps * scale).all())
+    assert torch.equal(p.matmul(rhs), matmul(factor, diag, rhs))
+    trace = precision.diagonal(dim1=-2, dim2=-1).sum(-1)
+    torch.testing.assert_close(p.trace().double(), trace, rtol=ulps, atol=0)
+
+
+@given(problem=problems)
+def test_solve_undoes_matmul(problem):
+    factor, diag = problem
+    p = factorize(factor, diag)
+    rhs = torch.randn(4, *diag.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) / diag.sqrt()
+    gap = (p.solve(p.matmul(rhs)) - rhs) * diag.sqrt()
+    # Looser than 1e-10: two roundings meet, matmul's (ε‖V‖²) and solve's (4εL‖V‖² by its jitter), on entries up to 4.
+    assert float(gap.abs().max()) <= 1e-9
+
+
+def in_sixty_digits(factor: Tensor, diag: Tensor) -> tuple[Tensor, float]:
+    """Inverse and logdet, where P×P matrices in float64 would be singular to working precision."""
+    with mpmath.workdps(60):
+        U = mpmath.matrix(factor.tolist())
+        precision = U.T * U + mpmath.diag(diag.tolist())
+        inverse = [[float(x) for x in row] for row in (precision**-1).tolist()]
+        return torch.tensor(inverse, dtype=torch.float64), float(mpmath.log(mpmath.det(precision)))
+
+
+@pytest.mark.parametrize("kind", ["independent", "repeated", "more columns than rows"])
+@pytest.mark.parametrize("diag_scale", [1e-8, 1.0, 1e8])
+@pytest.mark.parametrize("factor_scale", [1e-8, 1.0, 1e8])
+def test_extreme_scales_agree_with_sixty_digits(factor_scale, diag_scale, kind, generator):
+    # ‖V‖² reaches 1e24. K then has entries of order 1 (off the span of V) and of order 1e-24 (in it): float64 can hold
+    # only the former to 1e-10, since x − V(…)Vᵀx subtracts numbers of order 1. Hence absolute, not relative.
+    rank = 7 if kind == "more columns than rows" else 3
+    factor = torch.randn(rank, 5, generator=generator, dtype=torch.float64) * factor_scale
+    if kind == "repeated":
+        factor = factor[[0, 0, 1]]
+    diag = (torch.rand(5, generator=generator, dtype=torch.float64) + 0.5) * diag_scale
+    p = factorize(factor, diag)
+    inverse, logdet = in_sixty_digits(factor, diag)
+    expected, A = whiten(inverse, diag), sampler_of(p)
+    torch.testing.assert_close(whiten(columns_of(p), diag), expected, rtol=0, atol=1e-10)
+    # A direction in which dependent columns cancel is known to ε‖V‖, and enters the product of two draws squared.
+    blurred = (torch.finfo(torch.float64).eps * rank) ** 2 * float((factor / diag.sqrt()).square().sum())
+    torch.testing.assert_close(whiten(A @ A.mT, diag), expected, rtol=0, atol=max(1e-10, blurred))
+    torch.testing.assert_close(p.inv_diag() * diag, expected.diagonal(), rtol=0, atol=1e-10)
+    # Dependent columns leave directions in which I + VᵀV is 1 beside entries of ‖V‖², rounded to 4εL‖V‖² at best.
+    lost = math.log1p(8 * torch.finfo(torch.float64).eps * rank * float((factor / diag.sqrt()).square().sum()))
+    assert float(p.logdet()) == pytest.approx(logdet, rel=1e-10, abs=0 if kind == "independent" else rank * lost)
+
+
+@given(problem=problems, seed=st.integers(0, 100))
+def test_draws_depend_on_the_factor_through_its_product_alone(problem, seed):
+    factor, diag = problem
+    source = torch.Generator().manual_seed(seed)
+    rank = factor.shape[-2]
+    rotation = torch.linalg.qr(torch.randn(rank, rank, generator=source, dtype=torch.float64)).Q
+    noise = torch.randn(diag.shape, generator=source, dtype=torch.float64)
+    draw, turned = (factorize(f, diag).transform_noise(noise) * diag.sqrt() for f in (factor, rotation @ factor))
+    torch.testing.assert_close(turned, draw, rtol=0, atol=1e-10)
+
+
+def test_draws_have_the_mean_and_covariance(generator, global_rng_untouched, within_sigmas):
+    factor, diag = random_problem(3, 4, 2, (2,), "random", 3.0, 0.5)
+    draws = factorize(factor, diag).sample((40_000,), generator)
+    products = draws.unsqueeze(-1) * draws.unsqueeze(-2)
+    assert draws.shape == (40_000, 2, 4)
+    assert within_sigmas(draws, torch.zeros(2, 4))
+    assert within_sigmas(products, torch.linalg.inv(dense(factor, diag)))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 1)])
+def test_draws_and_solutions_keep_leading_dimensions(shape, batch, generator):
+    p = factorize(*random_problem(0, 4, 2, batch, "random", 1.0, 0.0))
+    draws = p.sample(shape, generator)
+    assert draws.shape == (*shape, *batch, 4)
+    assert p.solve(draws).shape == p.matmul(draws).shape == draws.shape
+    assert p.logdet().shape == p.trace().shape == batch
+
+
+def test_draws_depend_on_the_generator_alone():
+    p = factorize(*random_problem(0, 4, 2, (), "random", 1.0, 0.0))
+    first = p.sample((3,), torch.Generator().manual_seed(5))
+    torch.manual_seed(1)
+    again = p.sample((3,), torch.Generator().manual_seed(5))
+    other = p.sample((3,), torch.Generator().manual_seed(6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_draws_follow_the_global_seed_without_a_generator():
+    p = factorize(*random_problem(0, 4, 2, (), "random", 1.0, 0.0))
+    torch.manual_seed(5)
+    first = p.sample()
+    second = p.sample()
+    torch.manual_seed(5)
+    assert torch.equal(p.sample(), first)
+    assert not torch.equal(second, first)
+
+
+def test_zero_factor_and_no_factor_are_the_diagonal(generator):
+    diag = torch.rand(5, generator=generator, dtype=torch.float64) + 0.1
+    for rank in (0, 1, 9):
+        p = factorize(torch.zeros(rank, 5, dtype=torch.float64), diag)
+        assert torch.equal(p.inv_diag(), 1 / diag)
+        assert torch.equal(p.logdet(), diag.log().sum())
+        assert torch.equal(p.trace(), diag.sum())
+        torch.testing.assert_close(p.solve(diag), torch.ones_like(diag), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("block", [1, 3, 7])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_blocked_gram_equals_the_whole(monkeypatch, block, batch):
+    factor, diag = random_problem(4, 7, 3, batch, "random", 10.0, 2.0)
+    whole, p = lowrank.gram_float64(factor), factorize(factor, diag)
+    monkeypatch.setattr(lowrank, "_GRAM_BLOCK", block)
+    torch.testing.assert_close(lowrank.gram_float64(factor), whole, rtol=1e-13, atol=1e-13 * float(whole.abs().max()))
+    torch.testing.assert_close(columns_of(factorize(factor, diag)), columns_of(p), rtol=1e-11, atol=1e-13)
+
+
+def test_gram_of_float32_rows_is_accumulated_in_float64():
+    rows = torch.tensor([[4096.0, 1.0]])
+    assert lowrank.gram_float64(rows).item() == 4096.0**2 + 1.0  # 2²⁴ + 1 is not a float32
+
+
+GRADIENT_POINTS = [("zero", 0.0), ("random", 2.0), ("repeated", 2.0), ("some zero", 1.0)]
+
+
+@pytest.mark.parametrize(("kind", "norm"), GRADIENT_POINTS)
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_gradients_pass_gradcheck(kind, norm, batch, rank):
+    factor, diag = (t.requires_grad_() for t in random_problem(6, 3, rank, batch, kind, norm, 0.3))
+    noise = torch.randn(2, 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+    def everything(factor: Tensor, diag: Tensor) -> tuple[Tensor, ...]:
+        p = factorize(factor, diag)
+        return p.transform_noise(noise), p.solve(noise), p.inv_diag(), p.logdet(), p.trace()
+
+    assert torch.autograd.gradcheck(everything, (factor, diag))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_draws_are_finite_where_training_starts(dtype, generator):
+    factor = torch.zeros(3, 5, dtype=dtype, requires_grad=True)
+    diag = torch.ones(5, dtype=dtype, requires_grad=True)
+    draws = factorize(factor, diag).sample((4,), generator)
+    by_factor, by_diag = torch.autograd.grad(draws.square().sum(), (factor, diag))
+    assert torch.equal(by_factor, torch.zeros_like(factor))  # draws depend on UUᵀ, which is flat at U = 0
+    assert bool(by_diag.isfinite().all())
+    assert bool((by_diag < 0).all())

@@ -1,0 +1,217 @@
+"""Who may import whom, what is public, and who may print: read from the source, so new files are held to it too."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+import slangvi
+
+ROOT = Path(slangvi.__file__).parent
+FILES = {
+    ".".join(("slangvi", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+
+
+def within(name: str, *packages: str) -> bool:
+    """Whether a module is one of these, or inside one of them."""
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def imports_of(node: ast.AST, package: str) -> set[str]:
+    """Every module imported anywhere below a node; `from a import b` is a.b where that is a module of ours, else a."""
+    found = set()
+    for child in ast.iter_child_nodes(node):
+        if is_type_checking(child):
+            continue
+        if isinstance(child, ast.Import):
+            found |= {alias.name for alias in child.names}
+        elif isinstance(child, ast.ImportFrom):
+            base = child.module or ""
+            if child.level:
+                parents = package.split(".")[: len(package.split(".")) - child.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            found |= {f"{base}.{a.name}" if f"{base}.{a.name}" in FILES else base for a in child.names}
+        else:
+            found |= imports_of(child, package)
+    return found
+
+
+def package_of(name: str) -> str:
+    return name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+IMPORTS = {name: imports_of(tree, package_of(name)) for name, tree in TREES.items()}
+
+
+def foreign(name: str) -> bool:
+    """A third-party module: neither ours nor the standard library's."""
+    return not within(name, "slangvi") and name.split(".")[0] not in sys.stdlib_module_names
+
+
+def modules_in(*packages: str) -> list[str]:
+    found = [name for name in FILES if within(name, *packages)]
+    assert found, packages
+    return found
+
+
+ALLOWED = {
+    "slangvi.linalg": {"torch", "slangvi.types", "slangvi.linalg", "slangvi.errors"},
+    "slangvi.metrics": {"torch", "numpy", "slangvi.types", "slangvi.errors", "slangvi._checks", "slangvi.likelihoods"},
+    # scikit-learn bundles some of the data; it may be missing, so it is imported where it is used.
+    "slangvi.data": {
+        *("torch", "numpy", "sklearn", "slangvi.data"),
+        *("slangvi.types", "slangvi.errors", "slangvi._checks", "slangvi.likelihoods"),
+    },
+    "slangvi.distributions": {"torch", "slangvi.linalg", "slangvi.types"},
+    "slangvi.types": {"torch", "slangvi.errors"},
+    "slangvi.errors": set(),
+    "slangvi._checks": {"torch", "slangvi.types", "slangvi.errors"},
+    "slangvi.likelihoods": {"torch", "slangvi.errors", "slangvi._checks", "slangvi.types"},
+}
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_lower_layers_import_only_what_is_below_them(package):
+    for name in modules_in(package):
+        others = {i for i in IMPORTS[name] if within(i, "slangvi") or foreign(i)}
+        assert {i for i in others if not within(i, *ALLOWED[package])} == set(), name
+
+
+FORBIDDEN = {
+    "slangvi.grads": ("slangvi.methods", "slangvi.optimizer", "slangvi.predict", "slangvi.distributions"),
+    "slangvi.optimizer": ("slangvi.methods",),
+    "slangvi.methods": ("slangvi.predict", "slangvi.experiments", "slangvi.cli"),
+    "slangvi._steps": ("slangvi.methods", "slangvi.optimizer", "slangvi.grads"),
+    "slangvi.predict": ("slangvi.methods", "slangvi.optimizer", "slangvi.experiments"),
+}
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_layers_do_not_import_what_is_above_them(package):
+    for name in modules_in(package):
+        assert {i for i in IMPORTS[name] if within(i, *FORBIDDEN[package])} == set(), name
+
+
+def test_only_the_command_line_knows_the_command_line():
+    for name in FILES:
+        if not within(name, "slangvi.cli", "slangvi.__main__"):
+            assert {i for i in IMPORTS[name] if within(i, "slangvi.cli", "click", "rich")} == set(), name
+
+
+def test_optional_packages_are_imported_where_they_are_used():
+    """At the top of a file: only what every installation has; click in the app, which nothing else imports."""
+    for name, tree in TREES.items():
+        top = ast.Module([n for n in tree.body if not isinstance(n, ast.FunctionDef | ast.ClassDef)], [])
+        needed = {i.split(".")[0] for i in imports_of(top, package_of(name)) if foreign(i)}
+        allowed = {"torch", "numpy", "safetensors"} | ({"click"} if name == "slangvi.cli.app" else set())
+        assert needed <= allowed, name
+
+
+def test_imports_have_no_circles():
+    """Importing a.b runs a/__init__ too, but only what a module itself imports at its top can close a circle."""
+    tops = {
+        name: imports_of(ast.Module([n for n in tree.body if not isinstance(n, ast.FunctionDef)], []), package_of(name))
+        for name, tree in TREES.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " → ".join([*path, name])
+        if name not in done:
+            for other in sorted(tops[name] & set(FILES) - {name}):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in FILES:
+        visit(name, ())
+    assert done == set(FILES)
+
+
+# ---- what is public ----
+
+
+@pytest.mark.parametrize("name", slangvi.__all__)
+def test_public_names_resolve_and_explain_themselves(name):
+    value = getattr(slangvi, name)
+    if name == "__version__":
+        assert value.count(".") >= 2
+    else:
+        assert inspect.getdoc(value)
+        assert inspect.ismodule(value) or value.__doc__, "the docstring is inherited"
+
+
+def test_dir_is_the_public_names():
+    assert dir(slangvi) == sorted(slangvi.__all__)
+    assert len(set(slangvi.__all__)) == len(slangvi.__all__)
+
+
+def test_unknown_names_raise_attribute_error():
+    with pytest.raises(AttributeError, match="module 'slangvi' has no attribute 'SLANK'"):
+        slangvi.SLANK  # noqa: B018
+    assert not hasattr(slangvi, "_nothing")
+
+
+def test_type_checkers_see_the_same_public_names():
+    (block,) = (node for node in TREES["slangvi"].body if is_type_checking(node))
+    seen = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen | {"__version__"} == set(slangvi.__all__)
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") for part in name.split("."))
+
+
+def public_names(tree: ast.Module) -> set[str]:
+    """Names a module binds without a leading underscore, other than by plain imports and by registering a rule."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            registered = any("register" in ast.unparse(d) for d in node.decorator_list)
+            names |= set() if registered else {node.name}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname for alias in node.names if alias.asname == alias.name}
+    return {name for name in names if not name.startswith("_")}
+
+
+def declared(tree: ast.Module) -> list[str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return None
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_modules_say_what_is_public(name):
+    if declared(TREES[name]) is None:
+        only_registers = within(name, "slangvi.grads.rules")
+        assert is_private(name) or only_registers or not public_names(TREES[name])
+    else:
+        module = importlib.import_module(name)
+        assert [x for x in declared(TREES[name]) if not hasattr(module, x)] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_modules_explain_themselves(name):
+    assert ast.get_docstring(TREES[name]) or name == "slangvi._version"
+
+
+def test_nothing_prints_outside_the_command_line():
+    for name, tree in TREES.items():
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+        assert within(name, "slangvi.cli") or "print" not in {call.func.id for call in calls}, name

@@ -1,0 +1,118 @@
+"""The same promises on a GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import slangvi
+from cases import CASES, RANDOM_CASES, build
+from reference import loop_gradients
+from slangvi.grads import FactoredGradients, GradientCapture
+from slangvi.types import ParamSpec
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def to_cuda(case):
+    case.model.cuda()
+    case.args = tree_map(lambda x: x.cuda() if isinstance(x, torch.Tensor) else x, case.args)
+    inner = case.losses
+    case.losses = lambda out: inner(tree_map(lambda x: x.cpu(), out))
+    return case
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_per_example_gradients_equal_the_loop(name):
+    case = to_cuda(build(name))
+    truth = loop_gradients(case)
+    spec = ParamSpec.of_module(case.model)
+    capture = GradientCapture(case.model, spec, torch.float64)
+    with capture.recording():
+        case.losses(case.model(*case.args)).sum().backward()
+    operator = FactoredGradients(spec, capture.collect(dict(case.model.named_parameters())), 2, truth)
+    rows = operator.t_mm(torch.eye(len(truth), dtype=torch.float64, device="cuda"))
+    torch.testing.assert_close(rows, truth, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(operator.gram(), truth @ truth.T, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", RANDOM_CASES)
+def test_dropout_is_replayed_with_the_same_masks(name):
+    """Rows add up to what autograd computed only if the replay drew the same masks."""
+    case = to_cuda(build(name))
+    spec = ParamSpec.of_module(case.model)
+    capture = GradientCapture(case.model, spec, torch.float64)
+    with capture.recording():
+        case.losses(case.model(*case.args)).sum().backward()
+    operator = FactoredGradients(
+        spec, capture.collect(dict(case.model.named_parameters())), 2, torch.empty(0).double().cuda()
+    )
+    rows = operator.t_mm(torch.eye(5, dtype=torch.float64, device="cuda"))
+    torch.testing.assert_close(rows.sum(0), operator.sum(), rtol=1e-9, atol=1e-9)
+
+
+def run(device, moved_late=False, autocast=False, steps=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(10, 4).double(), torch.arange(10) % 3
+    if not moved_late:
+        model.to(device)
+    opt = slangvi.SLANG(model, num_data=30, rank=3, lr=0.1, init_precision=1e12)
+    if moved_late:
+        model.to(device)
+    x, y = x.to(device), y.to(device)
+    for _ in range(steps):
+        with opt.sampled_params(train=True):
+            F.cross_entropy(model(x), y).backward()
+        opt.step()
+    return opt
+
+
+@pytest.mark.parametrize("moved_late", [False, True])
+def test_the_optimizer_agrees_with_the_cpu(moved_late):
+    """A huge initial precision makes draws equal the mean, so that different random streams do not matter."""
+    cpu, gpu = run("cpu"), run("cuda", moved_late)
+    torch.testing.assert_close(gpu.posterior.mean.cpu(), cpu.posterior.mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gpu.posterior.prec_diag.cpu(), cpu.posterior.prec_diag, rtol=1e-6, atol=1e-6)
+
+
+def test_generators_and_resume_on_the_gpu():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).cuda()
+    x, y = torch.randn(10, 4).cuda(), (torch.arange(10) % 3).cuda()
+    opt = slangvi.SLANG(model, num_data=30, rank=2, lr=0.1, generator=torch.Generator("cuda").manual_seed(0))
+
+    def train(opt, steps):
+        for _ in range(steps):
+            with opt.sampled_params(train=True), torch.autocast("cuda", torch.bfloat16):
+                F.cross_entropy(opt.model(x), y).backward()
+            opt.step()
+        return opt
+
+    before = torch.cuda.get_rng_state()
+    train(opt, 2)
+    assert torch.equal(before, torch.cuda.get_rng_state())
+    twin = copy.deepcopy(opt)
+    assert torch.equal(train(opt, 2).posterior.mean, train(twin, 2).posterior.mean)
+    wrong = slangvi.SLANG(nn.Linear(1, 1).cuda(), num_data=1, generator=torch.Generator())
+    with pytest.raises(ValueError, match="generator is on cpu"), wrong.sampled_params():
+        pass
+
+
+def test_prediction_and_functional_api_on_the_gpu():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).cuda()
+    x, y = torch.randn(10, 4).cuda(), (torch.arange(10) % 3).cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    vi = slangvi.slang.build(slangvi.Categorical().of(model), num_data=30, rank=2, lr=0.1, mc_samples=2, model=model)
+    state = vi.init(dict(model.named_parameters()))
+    for _ in range(3):
+        state, _ = vi.update(state, (x, y), generator=generator)
+    probs = slangvi.predictive_samples(model, vi.posterior(state), x, 8, generator=generator, batch_size=3)
+    assert probs.device.type == "cuda"
+    torch.testing.assert_close(probs.sum(-1), torch.ones(8, 10, device="cuda"))
