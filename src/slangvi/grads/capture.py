@@ -154,9 +154,10 @@ class _ForwardHook(_Hook):
             owner.note_call(self.name, args, kwargs, output)
 
 
-def _store_cotangent(owner: weakref.ref[GradientCapture], call: Call, leaf: int, grad: Tensor) -> None:
+def _store_cotangent(owner: weakref.ref[GradientCapture], call: Call, leaf: int, grad: Tensor | None) -> None:
     capture = owner()
-    if capture is not None and capture.active:
+    # Fused kernels with several outputs hand None to those the loss did not use.
+    if capture is not None and capture.active and grad is not None:
         capture.current_backward().cotangents.setdefault(call, {})[leaf] = grad.detach()
 
 
