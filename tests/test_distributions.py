@@ -276,3 +276,12 @@ def test_kl_between_different_numbers_of_parameters_is_refused(size_q, size_p):
     for a, b in ((q, p), (q, dense(p)), (dense(q), p)):
         with pytest.raises(ValueError, match="event shape"):
             kl_divergence(a, b)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_kl_with_a_normal_over_another_number_of_parameters_is_refused(size):
+    normal = Normal(torch.zeros(size), torch.ones(size))
+    for other in (normal, Independent(normal, 1)):
+        for pair in ((make(), other), (other, make())):
+            with pytest.raises(ValueError, match=rf"event shape, got \({SIZE},\) and \({size},\)"):
+                kl_divergence(*pair)

@@ -118,8 +118,10 @@ def rate_at(name: str, schedule: Schedule, step: int, high: float = float("inf")
 
 def require_finite(what: str, step: int, spec: ParamSpec, remedy: str, *vectors: Tensor) -> None:
     """Raise `NumericalError` naming the first parameter in which a (..., P) tensor is not finite."""
-    finite = torch.stack([torch.isfinite(v).all() for v in vectors]).all()
-    if bool(finite):
+    # NaN and Inf survive a sum, which is one pass without temporaries; only a suspicious sum is looked into.
+    if bool(torch.isfinite(torch.stack([v.sum() for v in vectors])).all()):
+        return
+    if all(bool(torch.isfinite(v).all()) for v in vectors):
         return
     bad = torch.stack([~torch.isfinite(v).reshape(-1, v.shape[-1]).all(0) for v in vectors]).any(0)
     name, count = next((n, int(bad[s].sum())) for n, s in spec.slices.items() if bool(bad[s].any()))

@@ -32,6 +32,8 @@ MAKERS: dict[str, Callable[[int], Block]] = {
     "outer_groups": lambda R: outer(R, G=2, O=2),
     "outer_groups_positions": lambda R: outer(R, G=2, T=3),
     "rows": rows,
+    "outer_shared": lambda R: Outer(randn(R, 1, 1, 3), randn(1, 1, 1, 2)),
+    "outer_shared_groups_positions": lambda R: Outer(randn(R, 2, 3, 2), randn(1, 2, 3, 2)),
 }
 
 
@@ -143,3 +145,16 @@ def test_forming_is_chosen_by_cost_and_refused_by_memory():
     wide = outer(4, T=1, O=200, I=200)
     assert cheapest(wide, rank=1) is wide
     torch.testing.assert_close(cheapest(long, rank=1).gram(), long.gram())
+
+
+def test_draws_that_saw_the_same_inputs_share_them():
+    inputs = randn(3, 1, 1, 2)
+    draws = [Outer(randn(3, 1, 1, 4), inputs) for _ in range(4)]
+    shared = stack(draws)
+    assert isinstance(shared, Outer)
+    assert shared.right is inputs
+    assert shared.copies == 4
+    assert_products(shared, torch.cat([draw.form() for draw in draws]))
+    assert_products(add([shared, shared]), 2 * shared.form())
+    other = outer(2, O=4)
+    assert_products(stack([shared, other]), torch.cat([shared.form(), other.form()]))

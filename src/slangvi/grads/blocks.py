@@ -115,9 +115,12 @@ class Formed(Block):
 class Outer(Block):
     """Sums of outer products, g_r = Σ_t δ_rt ⊗ a_rt, never formed: linear and convolution weights.
 
+    Draws of the weights that saw the same inputs share one copy of them: `right` may have R/S rows, row r of `left`
+    then belongs to row r mod R/S of `right`. Work on the inputs is done once instead of S times.
+
     Args:
         left: δ, (R, G, T, O).
-        right: a, (R, G, T, I).
+        right: a, (R/S, G, T, I).
     """
 
     left: Tensor
@@ -129,6 +132,11 @@ class Outer(Block):
         return self.left.shape[0]
 
     @property
+    def copies(self) -> int:
+        """S, how often each row of `right` is used."""
+        return self.left.shape[0] // max(1, self.right.shape[0])
+
+    @property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """(R, G, T, O, I)."""
         R, G, T, O = self.left.shape  # noqa: E741
@@ -136,12 +144,13 @@ class Outer(Block):
 
     def form(self) -> Tensor:
         """(R, p)."""
-        return (self.left.mT @ self.right).flatten(1)
+        whole = self._unshared()
+        return (whole.left.mT @ whole.right).flatten(1)
 
     def sum(self) -> Tensor:
         """One product per group over rows and positions together, (p,)."""
-        left, right = (x.transpose(0, 1).flatten(1, 2) for x in (self.left, self.right))
-        return (left.mT @ right).flatten()
+        left = self.left.unflatten(0, (self.copies, -1)).sum(0) if self.copies > 1 else self.left
+        return (_by_group(left).mT @ _by_group(self.right)).flatten()
 
     def square_sum(self) -> Tensor:
         """With one position (δ²)ᵀ(a²); otherwise gradients are formed a few rows at a time, (p,)."""
@@ -149,35 +158,49 @@ class Outer(Block):
         if T == 1:
             return Outer(self.left.square(), self.right.square()).sum()
         total = self.left.new_zeros(G * O * I)
-        for piece in self._split(G * O * I):
+        for piece in self._unshared()._split(G * O * I):
             total += piece.form().square().sum(0)
         return total
 
     def gram(self) -> Tensor:
         """Σ_g Σ_tt' (δ_rt·δ_r't')(a_rt·a_r't'), (R, R)."""
         R, G, T, _, _ = self.sizes
-        left, right = (x.transpose(0, 1).flatten(1, 2) for x in (self.left, self.right))
         if T == 1:
-            return ((left @ left.mT) * (right @ right.mT)).sum(0)
+            left, right = _by_group(self.left), _by_group(self.right)
+            inputs = (right @ right.mT).repeat(1, self.copies, self.copies)
+            return (inputs.mul_(left @ left.mT)).sum(0) if G > 1 else inputs.mul_(left @ left.mT)[0]
+        whole = self._unshared()
+        left, right = _by_group(whole.left), _by_group(whole.right)
         strips = [
-            ((a.transpose(0, 1).flatten(1, 2) @ left.mT) * (b.transpose(0, 1).flatten(1, 2) @ right.mT))
-            .reshape(G, a.shape[0], T, R, T)
+            ((_by_group(piece.left) @ left.mT) * (_by_group(piece.right) @ right.mT))
+            .reshape(G, piece.num_rows, T, R, T)
             .sum((0, 2, 4))
-            for a, b in ((piece.left, piece.right) for piece in self._split(2 * G * T * R * T))
+            for piece in whole._split(2 * G * T * R * T)
         ]
         return torch.cat(strips)
 
     def mm(self, rows: Tensor) -> Tensor:
-        """Σ_t δ_rtᵀ C_k a_rt, one column of the result at a time, (R, K)."""
-        _, G, _, O, I = self.sizes  # noqa: E741
-        columns = [(self.right @ c.view(G, O, I).mT).mul_(self.left).sum((1, 2, 3)) for c in rows]
-        return torch.stack(columns, dim=-1) if columns else self.left.new_zeros(self.num_rows, 0)
+        """Σ_t δ_rtᵀ C_k a_rt, as one product C_k a for many k and one contraction with δ, (R, K)."""
+        R, G, T, O, I = self.sizes  # noqa: E741
+        right, parts = _by_group(self.right), []
+        for piece in rows.split(self._columns(R // self.copies * G * T * O)):
+            K = piece.shape[0]
+            table = piece.view(K, G, O, I).permute(1, 3, 0, 2).reshape(G, I, K * O)
+            seen = (right @ table).view(G, R // self.copies, T, K, O)
+            parts.append(torch.einsum("grtko,srgto->srk", seen, self.left.unflatten(0, (self.copies, -1))))
+        return torch.cat(parts, dim=-1).flatten(0, 1)
 
     def t_mm(self, weights: Tensor) -> Tensor:
-        """Σ_r w_rk Σ_t δ_rt ⊗ a_rt, (K, p)."""
-        rows = [Outer(self.left * w.view(-1, 1, 1, 1), self.right).sum() for w in weights.mT]
-        _, G, _, O, I = self.sizes  # noqa: E741
-        return torch.stack(rows) if rows else self.left.new_zeros(0, G * O * I)
+        """Σ_r w_rk Σ_t δ_rt ⊗ a_rt, as one contraction w δ for many k and one product with a, (K, p)."""
+        R, G, T, O, I = self.sizes  # noqa: E741
+        right, parts = _by_group(self.right), []
+        left = self.left.unflatten(0, (self.copies, -1))
+        for piece in weights.split(self._columns(R // self.copies * G * T * O), dim=1):
+            K = piece.shape[1]
+            mixed = torch.einsum("srk,srgto->gkort", piece.unflatten(0, (self.copies, -1)), left)
+            product = mixed.reshape(G, K * O, right.shape[1]) @ right
+            parts.append(product.view(G, K, O * I).transpose(0, 1).reshape(K, G * O * I))
+        return torch.cat(parts)
 
     def scaled(self, factor: float) -> Outer:
         """Times a number."""
@@ -185,8 +208,16 @@ class Outer(Block):
 
     def padded(self, before: int, after: int) -> Outer:
         """With zero rows around."""
-        around = (0, 0, 0, 0, 0, 0, before, after)
-        return Outer(F.pad(self.left, around), F.pad(self.right, around))
+        around, whole = (0, 0, 0, 0, 0, 0, before, after), self._unshared()
+        return Outer(F.pad(whole.left, around), F.pad(whole.right, around))
+
+    def _unshared(self) -> Outer:
+        """The same with a copy of the inputs for every row."""
+        return Outer(self.left, self.right.repeat(self.copies, 1, 1, 1)) if self.copies > 1 else self
+
+    def _columns(self, entries: int) -> int:
+        """How many columns of the other operand fit CHUNK_BYTES at once."""
+        return max(1, CHUNK_BYTES // max(1, entries * self.left.element_size()))
 
     def _split(self, entries_per_row: int) -> list[Outer]:
         """Pieces whose temporaries stay within CHUNK_BYTES."""
@@ -194,6 +225,11 @@ class Outer(Block):
         rows = max(1, CHUNK_BYTES // per_row)
         pairs = zip(self.left.split(rows), self.right.split(rows), strict=True)
         return [Outer(left, right) for left, right in pairs]
+
+
+def _by_group(x: Tensor) -> Tensor:
+    """(R, G, T, n) → (G, R·T, n)."""
+    return x.transpose(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -289,6 +325,7 @@ def _add_two(a: Block, b: Block) -> Block:
         return replace(a, index=torch.cat([a.index, b.index], 1), values=torch.cat([a.values, b.values], 1))
     a, b = (x.as_outer() if isinstance(x, Rows) else x for x in (a, b))
     if isinstance(a, Outer) and isinstance(b, Outer) and _alike(a, b):
+        a, b = a._unshared(), b._unshared()
         return Outer(torch.cat([a.left, b.left], 2), torch.cat([a.right, b.right], 2))
     return Formed(a.form() + b.form())
 
@@ -305,14 +342,25 @@ def stack(blocks: Sequence[Block]) -> Block:
         return replace(tables[0], index=index, values=torch.cat(values))
     outers = [block for block in blocks if isinstance(block, Outer)]
     if len(outers) == len(blocks) and all(_alike(outers[0], block) for block in outers):
-        # Zero positions contribute nothing, so sequences of different length can share one tensor.
-        length = max(block.left.shape[2] for block in outers)
-        left, right = (
-            torch.cat([F.pad(x, (0, 0, 0, length - x.shape[2])) for x in side])
-            for side in ([block.left for block in outers], [block.right for block in outers])
-        )
-        return Outer(left, right)
+        return _stack_outers(outers)
     return Formed(torch.cat([block.form() for block in blocks]))
+
+
+def _stack_outers(blocks: list[Outer]) -> Outer:
+    first = blocks[0].right
+    if all(_same_memory(first, block.right) for block in blocks):
+        return Outer(torch.cat([block.left for block in blocks]), first)
+    blocks = [block._unshared() for block in blocks]
+    # Zero positions contribute nothing, so sequences of different length can share one tensor.
+    length = max(block.left.shape[2] for block in blocks)
+    left = torch.cat([F.pad(block.left, (0, 0, 0, length - block.left.shape[2])) for block in blocks])
+    right = torch.cat([F.pad(block.right, (0, 0, 0, length - block.right.shape[2])) for block in blocks])
+    return Outer(left, right)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same place: several draws of the weights saw one input."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _alike(a: Outer, b: Outer) -> bool:

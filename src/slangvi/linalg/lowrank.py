@@ -136,10 +136,11 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
     scaled = factor / diag.sqrt().unsqueeze(-2)
     gram = gram_float64(scaled)
     rank = gram.shape[-1]
-    # A relative jitter of the size of the Gram's own rounding keeps the factorisation alive at ‖V‖² ≥ 1e16, where
-    # the identity is below the last digit; it is zero at U = 0 and never larger than the rounding it guards against.
-    jitter = 1.0 + 4.0 * max(rank, 1) * torch.finfo(torch.float64).eps * gram.diagonal(dim1=-2, dim2=-1)
-    return LowRankPrecision(factor, diag, scaled, torch.linalg.cholesky(gram + torch.diag_embed(jitter)))
+    # Beyond ‖V‖² ≈ 1e15 the identity is below the Gram's own rounding; there the rounding takes its place, so that the
+    # factorisation stays alive.
+    rounding = 4.0 * max(rank, 1) * torch.finfo(torch.float64).eps * gram.diagonal(dim1=-2, dim2=-1)
+    capacitance = gram + torch.diag_embed(rounding.clamp_min(1.0))
+    return LowRankPrecision(factor, diag, scaled, torch.linalg.cholesky(capacitance))
 
 
 class _InverseRoot(torch.autograd.Function):

@@ -13,10 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slangvi.linalg.krylov import Eigenpairs, leading_eigenpairs
 from slangvi.linalg.lowrank import gram_float64
 from slangvi.types import GradientOperator
 
 __all__ = ["TopFactor", "top_factor"]
+
+# Residual allowed relative to the largest eigenvalue: far below the 1e-4 that float32 promises, far above its rounding.
+# In float64 the full decomposition keeps the last digits.
+_TOLERANCE = {torch.float32: 1e-6}
 
 
 class TopFactor(NamedTuple):
@@ -26,11 +31,14 @@ class TopFactor(NamedTuple):
         factor: U⁺ by rows, (..., L, P).
         spectrum: the L leading eigenvalues, largest first, (..., L).
         total: trace of a·UUᵀ + b·GᵀG, i.e. the sum of all eigenvalues, (...).
+        residual: bound on the error of the leading pairs relative to the largest eigenvalue; 0 when the full
+            decomposition was used, (...).
     """
 
     factor: Tensor
     spectrum: Tensor
     total: Tensor
+    residual: Tensor
 
 
 def top_factor(
@@ -70,10 +78,11 @@ def _through_rows(
     rank, gain_root = old.shape[-2], _sqrt(gain)
     cross = gradients.mm(old * gain_root)
     gram = gradients.gram() * gain if gain_per_tensor is None else gradients.gram(gain_per_tensor)
-    values, vectors, total = _leading(_bordered(gram_float64(old), cross, gram), rank)
-    weights = vectors.to(old.dtype)
+    small = _bordered(gram_float64(old), cross, gram)
+    pairs = leading_eigenpairs(small, rank, _TOLERANCE.get(old.dtype, 0.0), start=rank)
+    weights = pairs.vectors.to(old.dtype)
     new = weights[..., :rank, :].mT @ old + gradients.t_mm(weights[..., rank:, :]) * gain_root
-    return TopFactor(new, values.to(old.dtype), total.to(old.dtype))
+    return _top(new, pairs, small)
 
 
 def _through_parameters(old: Tensor, gradients: GradientOperator, gain_root: float | Tensor) -> TopFactor:
@@ -81,18 +90,19 @@ def _through_parameters(old: Tensor, gradients: GradientOperator, gain_root: flo
     rank, size = old.shape[-2:]
     rows = gradients.form() * gain_root
     matrix = gram_float64(old.mT) + gram_float64(rows.mT)
-    values, vectors, total = _leading(matrix, min(rank, size))
-    new = (vectors * values.sqrt().unsqueeze(-2)).mT.to(old.dtype)
+    pairs = leading_eigenpairs(matrix, min(rank, size))
+    new = (pairs.vectors * pairs.values.sqrt().unsqueeze(-2)).mT.to(old.dtype)
     missing = rank - new.shape[-2]
-    values = F.pad(values, (0, missing))
-    return TopFactor(F.pad(new, (0, 0, 0, missing)), values.to(old.dtype), total.to(old.dtype))
+    pairs = pairs._replace(values=F.pad(pairs.values, (0, missing)))
+    return _top(F.pad(new, (0, 0, 0, missing)), pairs, matrix)
 
 
-def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `rank` largest eigenvalues (clamped at 0) and their vectors, largest first, and the sum of all."""
-    values, vectors = torch.linalg.eigh(matrix)
-    first = values.shape[-1] - rank
-    return values[..., first:].flip(-1).clamp_min(0.0), vectors[..., first:].flip(-1), values.sum(-1)
+def _top(factor: Tensor, pairs: Eigenpairs, matrix: Tensor) -> TopFactor:
+    """Results in the factor's dtype."""
+    total = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+    largest = pairs.values.amax(-1) if pairs.values.shape[-1] else torch.ones_like(total)
+    residual = pairs.residual / largest.clamp_min(torch.finfo(largest.dtype).tiny)
+    return TopFactor(factor, *(x.to(factor.dtype) for x in (pairs.values, total, residual)))
 
 
 def _bordered(corner: Tensor, cross: Tensor, gram: Tensor) -> Tensor:

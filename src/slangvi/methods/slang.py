@@ -60,6 +60,7 @@ class Info:
         num_rows: R, per-example gradients used.
         spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,).
         total: sum of all its eigenvalues; `captured` is the share that U⁺ holds.
+        residual: bound on the relative error of those eigenpairs; 0 when they were computed in full.
         clipped: Σ of negative diagonal corrections set to zero; rounding only.
         expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
     """
@@ -68,6 +69,7 @@ class Info:
     num_rows: int
     spectrum: Tensor
     total: Tensor
+    residual: Tensor
     clipped: Tensor
     expected_log_likelihood: float = float("nan")
     _state: State | None = field(default=None, repr=False)
@@ -176,7 +178,8 @@ def update(
     new = State(loc, top.factor, diag, average, step, state.spec)
     new.__dict__["precision"] = precision  # fills the cached property: the next draw needs the same factorisation
     clipped = (-correction).clamp_min(0).sum()
-    return new, Info(step, gradients.num_rows, top.spectrum, top.total, clipped, _state=new, _prior=prior)
+    told = (top.spectrum, top.total, top.residual, clipped)
+    return new, Info(step, gradients.num_rows, *told, _state=new, _prior=prior)
 
 
 _STATE_REMEDY = "Lower lr, raise prior_precision or init_precision, or use float64 parameters."

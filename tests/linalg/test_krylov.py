@@ -1,0 +1,84 @@
+"""Leading eigenpairs by iteration: against the full decomposition, with the bound they report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slangvi.linalg import krylov
+from slangvi.linalg.krylov import leading_eigenpairs
+
+
+def matrix(size, decay, seed=0, rank=None):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(size, rank or 2 * size, generator=generator, dtype=torch.float64)
+    rows = rows * torch.arange(1, rows.shape[1] + 1, dtype=torch.float64) ** -decay
+    return rows @ rows.T
+
+
+def product(pairs):
+    return (pairs.vectors * pairs.values) @ pairs.vectors.mT
+
+
+@settings(max_examples=25)
+@given(
+    size=st.integers(128, 300),
+    count=st.integers(1, 24),
+    decay=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    start=st.integers(0, 30),
+    seed=st.integers(0, 5),
+)
+def test_iteration_meets_its_own_bound(size, count, decay, start, seed):
+    K = matrix(size, decay, seed)
+    found, exact = leading_eigenpairs(K, count, 1e-6, start), leading_eigenpairs(K, count)
+    largest = float(exact.values[0])
+    assert float(found.residual) <= 1e-6 * largest
+    assert float((found.values - exact.values).abs().max()) <= 1e-6 * largest
+    gram = found.vectors.mT @ found.vectors
+    torch.testing.assert_close(gram, torch.eye(count, dtype=torch.float64), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("count", [1, 8, 20])
+@pytest.mark.parametrize("decay", [1.0, 2.0])
+def test_the_rank_l_approximation_is_that_of_the_full_decomposition(count, decay):
+    K = matrix(240, decay)
+    found, exact = leading_eigenpairs(K, count, 1e-6, count), leading_eigenpairs(K, count)
+    assert float(found.residual) > 0.0
+    assert float((product(found) - product(exact)).norm()) <= 1e-5 * float(exact.values[0])
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_matrices_of_low_rank_and_zero_are_no_trouble(rank):
+    for K in (matrix(200, 0.0, rank=rank), torch.zeros(200, 200, dtype=torch.float64)):
+        found = leading_eigenpairs(K, 8, 1e-6, 8)
+        torch.testing.assert_close(product(found), K, rtol=0, atol=1e-6 * max(1.0, float(K.diagonal().max())))
+
+
+def test_small_or_nearly_full_problems_are_decomposed():
+    for size, count in ((20, 2), (200, 60), (200, 0)):
+        found = leading_eigenpairs(matrix(size, 1.0), count, 1e-6)
+        assert float(found.residual) == 0.0
+        assert found.values.shape == (count,)
+
+
+def test_what_does_not_converge_is_decomposed(monkeypatch):
+    monkeypatch.setattr(krylov, "MOST_ROUNDS", 1)
+    K = matrix(200, 0.0)
+    found = leading_eigenpairs(K, 4, 1e-12)
+    assert float(found.residual) == 0.0
+    torch.testing.assert_close(product(found), product(leading_eigenpairs(K, 4)))
+
+
+def test_leading_batch_dimensions_are_decomposed():
+    K = torch.stack([matrix(130, 1.0, seed) for seed in range(2)])
+    found = leading_eigenpairs(K, 3, 1e-6)
+    assert found.values.shape == (2, 3)
+    assert found.residual.shape == (2,)
+
+
+def test_the_global_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    leading_eigenpairs(matrix(200, 1.0), 4, 1e-6)
+    assert torch.equal(before, torch.get_rng_state())
