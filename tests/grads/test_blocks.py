@@ -158,3 +158,10 @@ def test_draws_that_saw_the_same_inputs_share_them():
     assert_products(add([shared, shared]), 2 * shared.form())
     other = outer(2, O=4)
     assert_products(stack([shared, other]), torch.cat([shared.form(), other.form()]))
+
+
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_half_computed_squares_are_whole(size, monkeypatch):
+    monkeypatch.setattr(blocks, "_HALVE_FROM", 2)
+    x = randn(2, size, 3)
+    torch.testing.assert_close(blocks._outer_square(x), x @ x.mT)

@@ -20,6 +20,7 @@ __all__ = ["Block", "Formed", "Outer", "Rows", "add", "cheapest", "stack"]
 # Largest temporary a chunked product may take, and largest tensor of formed gradients kept for one parameter.
 CHUNK_BYTES = 1 << 26
 FORM_BYTES = 1 << 28
+_HALVE_FROM = 400
 
 
 class Block(ABC):
@@ -167,8 +168,9 @@ class Outer(Block):
         R, G, T, _, _ = self.sizes
         if T == 1:
             left, right = _by_group(self.left), _by_group(self.right)
-            inputs = (right @ right.mT).repeat(1, self.copies, self.copies)
-            return (inputs.mul_(left @ left.mT)).sum(0) if G > 1 else inputs.mul_(left @ left.mT)[0]
+            product: Tensor = _outer_square(left).unflatten(1, (self.copies, -1)).unflatten(-1, (self.copies, -1))
+            product *= _outer_square(right).unflatten(1, (1, -1)).unflatten(-1, (1, -1))
+            return product.sum(0).reshape(R, R) if G > 1 else product.view(R, R)
         whole = self._unshared()
         left, right = _by_group(whole.left), _by_group(whole.right)
         strips = [
@@ -185,8 +187,8 @@ class Outer(Block):
         right, parts = _by_group(self.right), []
         for piece in rows.split(self._columns(R // self.copies * G * T * O)):
             K = piece.shape[0]
-            table = piece.view(K, G, O, I).permute(1, 3, 0, 2).reshape(G, I, K * O)
-            seen = (right @ table).view(G, R // self.copies, T, K, O)
+            table = piece.reshape(K, G, O, I).transpose(0, 1).reshape(G, K * O, I)
+            seen = (right @ table.mT).view(G, R // self.copies, T, K, O)
             parts.append(torch.einsum("grtko,srgto->srk", seen, self.left.unflatten(0, (self.copies, -1))))
         return torch.cat(parts, dim=-1).flatten(0, 1)
 
@@ -225,6 +227,20 @@ class Outer(Block):
         rows = max(1, CHUNK_BYTES // per_row)
         pairs = zip(self.left.split(rows), self.right.split(rows), strict=True)
         return [Outer(left, right) for left, right in pairs]
+
+
+def _outer_square(x: Tensor) -> Tensor:
+    """X Xᵀ for X (G, n, k); on a CPU the upper half is copied from the lower instead of computed."""
+    size = x.shape[1]
+    if x.device.type != "cpu" or size < _HALVE_FROM:
+        return x @ x.mT
+    half = size // 2
+    result = x.new_empty(x.shape[0], size, size)
+    result[:, :half, :half] = _outer_square(x[:, :half])
+    result[:, half:, half:] = _outer_square(x[:, half:])
+    result[:, half:, :half] = x[:, half:] @ x[:, :half].mT
+    result[:, :half, half:] = result[:, half:, :half].mT
+    return result
 
 
 def _by_group(x: Tensor) -> Tensor:

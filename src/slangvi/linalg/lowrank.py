@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["LowRankPrecision", "factorize", "matmul"]
 
-# Columns of U handled at once when the Gram is accumulated in float64: bounds the extra memory to L × this.
-_GRAM_BLOCK = 1 << 20
+# Columns of U converted to float64 at once: what a CPU's cache holds, or few enough launches on a GPU.
+_GRAM_BLOCK = {True: 1 << 14, False: 1 << 22}
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,14 @@ class LowRankPrecision:
         factor: U by rows, (..., L, P).
         diag: d > 0, (..., P).
         scaled: V = diag(d)^(−1/2) U by rows, (..., L, P).
+        gram: VᵀV, float64, (..., L, L).
         cholesky: lower Cholesky factor of I + VᵀV, float64, (..., L, L).
     """
 
     factor: Tensor
     diag: Tensor
     scaled: Tensor
+    gram: Tensor
     cholesky: Tensor
 
     def matmul(self, rhs: Tensor) -> Tensor:
@@ -64,11 +66,6 @@ class LowRankPrecision:
         inner = _contract(self.scaled, noise)
         rooted = _InverseRoot.apply(self.gram, inner.to(torch.float64), *self.spectrum)  # type: ignore[no-untyped-call]
         return (noise + self._lift(rooted.to(inner.dtype))) / self.diag.sqrt()
-
-    @cached_property
-    def gram(self) -> Tensor:
-        """VᵀV, float64, (..., L, L)."""
-        return gram_float64(self.scaled)
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
@@ -140,7 +137,7 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
     # factorisation stays alive.
     rounding = 4.0 * max(rank, 1) * torch.finfo(torch.float64).eps * gram.diagonal(dim1=-2, dim2=-1)
     capacitance = gram + torch.diag_embed(rounding.clamp_min(1.0))
-    return LowRankPrecision(factor, diag, scaled, torch.linalg.cholesky(capacitance))
+    return LowRankPrecision(factor, diag, scaled, gram, torch.linalg.cholesky(capacitance))
 
 
 class _InverseRoot(torch.autograd.Function):
@@ -184,9 +181,13 @@ def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:
 
 def gram_float64(rows: Tensor) -> Tensor:
     """Rows times their transpose, (..., K, P) → (..., K, K), accumulated in float64 over blocks of columns."""
-    blocks = rows.split(_GRAM_BLOCK, dim=-1)
-    grams = (block.to(torch.float64) @ block.to(torch.float64).mT for block in blocks)
-    return torch.stack(list(grams)).sum(0) if len(blocks) > 1 else next(grams)
+    total: Tensor | None = None
+    for block in rows.split(_GRAM_BLOCK[rows.device.type == "cpu"], dim=-1):
+        double = block.to(torch.float64)
+        part = double @ double.mT
+        total = part if total is None else total + part
+    assert total is not None
+    return total
 
 
 def _contract(rows: Tensor, vector: Tensor) -> Tensor:

@@ -65,24 +65,32 @@ def top_factor(
         (tensor([[2., 0.]]), tensor([4.]), tensor(5.))
     """
     rank, size = factor.shape[-2:]
-    old = _sqrt(keep) * factor
     if size < rank + gradients.num_rows:
-        return _through_parameters(old, gradients, _sqrt(gain))
-    return _through_rows(old, gradients, gain, gain_per_tensor)
+        return _through_parameters(_sqrt(keep) * factor, gradients, _sqrt(gain))
+    return _through_rows(factor, gradients, keep, gain, gain_per_tensor)
 
 
 def _through_rows(
-    old: Tensor, gradients: GradientOperator, gain: float | Tensor, gain_per_tensor: Tensor | None
+    factor: Tensor,
+    gradients: GradientOperator,
+    keep: float | Tensor,
+    gain: float | Tensor,
+    gain_per_tensor: Tensor | None,
 ) -> TopFactor:
-    """By the eigenvectors of the (L+R)×(L+R) Gram."""
-    rank, gain_root = old.shape[-2], _sqrt(gain)
-    cross = gradients.mm(old * gain_root)
+    """By the eigenvectors of the (L+R)×(L+R) Gram. Numbers scale the small matrices, vectors the columns."""
+    if isinstance(keep, Tensor):
+        factor, keep = keep.sqrt() * factor, 1.0
+    columns, gain = (gain.sqrt(), 1.0) if isinstance(gain, Tensor) else (1.0, gain)
+    rank, a, b = factor.shape[-2], keep**0.5, gain**0.5
+    cross = gradients.mm(factor * columns if isinstance(columns, Tensor) else factor) * (a * b)
     gram = gradients.gram() * gain if gain_per_tensor is None else gradients.gram(gain_per_tensor)
-    small = _bordered(gram_float64(old), cross, gram)
-    pairs = leading_eigenpairs(small, rank, _TOLERANCE.get(old.dtype, 0.0), start=rank)
-    weights = pairs.vectors.to(old.dtype)
-    new = weights[..., :rank, :].mT @ old + gradients.t_mm(weights[..., rank:, :]) * gain_root
-    return _top(new, pairs, small)
+    small = _bordered(gram_float64(factor) * keep, cross, gram)
+    pairs = leading_eigenpairs(small, rank, _TOLERANCE.get(factor.dtype, 0.0), start=rank)
+    weights = pairs.vectors.to(factor.dtype)
+    new = gradients.t_mm(weights[..., rank:, :] * b)
+    if isinstance(columns, Tensor):
+        new = new * columns
+    return _top(new + (weights[..., :rank, :] * a).mT @ factor, pairs, small)
 
 
 def _through_parameters(old: Tensor, gradients: GradientOperator, gain_root: float | Tensor) -> TopFactor:
