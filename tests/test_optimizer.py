@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -227,6 +228,40 @@ def test_a_short_batch_is_scaled_by_its_own_size():
     same(one, two)
 
 
+@pytest.mark.parametrize("by", ["torch", "numpy"])
+@pytest.mark.parametrize("blocks", ["one block", "a block each"])
+def test_a_data_buffer_refilled_between_micro_batches_does_no_harm(blocks, by):
+    (first, x, y), (second, _, _) = model_and_data(), model_and_data()
+    plain, reusing = make(first), make(second)
+    buffer = torch.empty(4, 4, dtype=torch.float64)
+
+    def refill(part):
+        buffer.copy_(part) if by == "torch" else buffer.numpy().__setitem__(slice(None), part.numpy())
+        return buffer
+
+    for opt, prepare in ((plain, lambda part: part), (reusing, refill)):
+        for _ in range(2):
+            with ExitStack() as stack:
+                if blocks == "one block":
+                    stack.enter_context(opt.sampled_params(train=True))
+                for a, b in zip(x.split(4), y.split(4), strict=True):
+                    with opt.sampled_params(train=True) if blocks != "one block" else nullcontext():
+                        F.cross_entropy(opt.model(prepare(a)), b).backward()
+            opt.step()
+    identical(plain, reusing)
+
+
+def test_draws_on_one_batch_share_its_copy():
+    model, x, y = model_and_data()
+    opt = make(model)
+    for _ in range(3):
+        with opt.sampled_params(train=True):
+            F.cross_entropy(model(x), y).backward()
+    assert len(opt._capture._snapshots) == 1
+    opt.step()
+    assert not opt._capture._snapshots
+
+
 def test_discarded_gradients_leave_no_trace():
     (first, x, y), (second, _, _) = model_and_data(), model_and_data()
     clean, dirty = make(first), make(second)
@@ -277,6 +312,23 @@ def test_a_loss_that_is_not_a_number_is_refused():
     with pytest.raises(NumericalError, match="step 1: the loss is nan"):
         opt.step(lambda: _backward(F.cross_entropy(model(x), y)))
     assert torch.equal(flat(model), before)
+
+
+def test_a_closure_that_fails_half_way_leaves_no_rows():
+    model, x, y = model_and_data()
+    opt = make(model, mc_samples=3)
+    runs = []
+
+    def closure():
+        runs.append(1)
+        if len(runs) == 3:
+            raise RuntimeError("third")
+        return _backward(F.cross_entropy(model(x), y))
+
+    with pytest.raises(RuntimeError, match="third"):
+        opt.step(closure)
+    opt.step(lambda: _backward(F.cross_entropy(model(x), y)))
+    assert opt.info.num_rows == 36
 
 
 # ---- failures are transactions
@@ -483,6 +535,19 @@ def test_autocast_is_close_to_float32():
     torch.testing.assert_close(full.posterior.prec_diag, half.posterior.prec_diag, rtol=0.05, atol=0.05)
 
 
+def test_autocast_around_everything_does_not_touch_the_state():
+    (first, x, y), (second, _, _) = model_and_data(dtype=torch.float32), model_and_data(dtype=torch.float32)
+    outside, inside = make(first), make(second)
+    for opt, enabled in ((outside, False), (inside, True)):
+        for _ in range(2):
+            around, block = torch.autocast("cpu", torch.bfloat16, enabled=enabled), opt.sampled_params(train=True)
+            with around, block, torch.autocast("cpu", enabled=False):
+                F.cross_entropy(opt.model(x), y).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                opt.step()
+    identical(outside, inside)
+
+
 def test_grad_scaler_scales_nothing_twice():
     (first, x, y), (second, _, _) = model_and_data(dtype=torch.float32), model_and_data(dtype=torch.float32)
     plain, scaled = make(first), make(second)
@@ -570,6 +635,9 @@ def test_a_state_dict_holds_what_later_steps_do_not_change():
         (lambda s: s["slangvi"].update(names=["x", *s["slangvi"]["names"][1:]]), "expected parameter '0.weight'"),
         (lambda s: s["slangvi"]["names"].pop() and s["slangvi"]["shapes"].pop(), "3 parameters, the optimizer has 4"),
         (lambda s: s["slangvi"]["tensors"].pop("prec_diag"), "prec_diag.*found nothing"),
+        (lambda s: s["slangvi"].pop("step"), "has no 'step'"),
+        (lambda s: s["slangvi"]["tensors"]["loc"].fill_(math.nan), "'loc'.*damaged"),
+        (lambda s: s["slangvi"]["tensors"]["prec_diag"].neg_(), "'prec_diag'.*damaged"),
         (lambda s: s["slangvi"]["tensors"].update(prec_factor=torch.zeros(3, 43).double()), "same rank"),
     ],
 )
@@ -593,6 +661,24 @@ def test_weights_loaded_from_outside_become_the_mean():
     assert torch.equal(opt.posterior.prec_diag, kept)
     model[0].weight.data = torch.zeros_like(model[0].weight)
     assert not opt.posterior.mean[:20].any()
+
+
+def test_edits_through_data_are_kept():
+    model, x, y = model_and_data()
+    opt = train(make(model), x, y)
+    model[2].bias.data.fill_(0.25)
+    with opt.sampled_params():
+        pass
+    assert model[2].bias.unique().tolist() == [0.25]
+    assert opt.posterior.mean[-3:].tolist() == [0.25] * 3
+
+
+def test_resuming_with_another_number_of_examples_is_noticed():
+    model, x, y = model_and_data()
+    saved = train(make(model), x, y).state_dict()
+    other = make(model_and_data()[0], num_data=N + 1)
+    with pytest.warns(UserWarning, match="num_data=40, this optimizer has num_data=41"):
+        other.load_state_dict(saved)
 
 
 def test_a_saved_half_precision_model_does_not_cost_digits():
@@ -713,6 +799,59 @@ def test_a_generator_on_another_device_is_named():
     opt.generator = Elsewhere()
     with pytest.raises(ValueError, match="generator is on cuda"), opt.sampled_params():
         pass
+
+
+def test_parameters_frozen_or_replaced_later_are_named():
+    model, _, _ = model_and_data()
+    opt = make(model)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'0.weight' was frozen"), opt.sampled_params(train=True):
+        pass
+    model[0].weight.requires_grad_(True)
+    model[2] = nn.Linear(5, 3).double()
+    with pytest.raises(ValueError, match=r"'2.weight' was replaced"), opt.sampled_params(train=True):
+        pass
+
+
+def test_parameters_that_share_memory_only_are_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' share their memory"):
+        make(model)
+
+
+def test_a_single_tensor_and_a_seed_are_no_parameters_and_no_generator():
+    model, _, _ = model_and_data()
+    with pytest.raises(TypeError, match="Put it in a list"):
+        make(model, params=model[0].weight)
+    with pytest.raises(TypeError, match=r"torch.Generator"):
+        make(model, generator=3)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_models_with_time_first_are_refused(kind):
+    with pytest.raises(UnsupportedModuleError, match="batch_first=True"):
+        make(kind(3, 4))
+
+
+def test_a_batch_larger_than_the_data_is_noticed_once():
+    model, x, y = model_and_data()
+    opt = make(model, num_data=5)
+    with pytest.warns(UserWarning, match="batch of 12 examples is larger than num_data=5"):
+        train(opt, x, y, steps=1)
+    train(opt, x, y, steps=1)
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was():
+    model, x, y = model_and_data()
+    opt = make(model, params=list(model[2].parameters()))
+    with pytest.raises(ValueError, match="lr must be"):
+        opt.add_param_group({"params": model[0].parameters(), "lr": 7.0})
+    with pytest.raises(ValueError, match="init_precision"):
+        opt.add_param_group({"params": model[0].parameters(), "init_precision": -1.0})
+    assert len(opt.param_groups) == 1
+    assert math.isfinite(opt.kl())
+    train(opt, x, y)
 
 
 def test_an_empty_batch_is_refused():

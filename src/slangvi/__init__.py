@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slangvi.likelihoods import Gaussian as Gaussian
     from slangvi.methods import slang as slang
     from slangvi.methods.slang import SLANG as SLANG
+    from slangvi.optimizer import VariationalOptimizer as VariationalOptimizer
     from slangvi.predict import functional_samples as functional_samples
     from slangvi.predict import predictive_samples as predictive_samples
 
@@ -45,6 +46,7 @@ __all__ = [
     "metrics",
     # extension and errors
     "register_rule",
+    "VariationalOptimizer",
     "NumericalError",
     "UnsupportedModuleError",
     "UnverifiedGradientsWarning",
@@ -64,6 +66,7 @@ _HOMES = {
     "Categorical": "slangvi.likelihoods",
     "Gaussian": "slangvi.likelihoods",
     "SLANG": "slangvi.methods.slang",
+    "VariationalOptimizer": "slangvi.optimizer",
     "functional_samples": "slangvi.predict",
     "predictive_samples": "slangvi.predict",
 }

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slangvi.types import ParamSpec
 
@@ -40,6 +40,14 @@ class Mirror:
 
     def __init__(self, named: Mapping[str, Tensor], spec: ParamSpec) -> None:
         self.named = dict(named)
+        places: dict[int, str] = {}
+        for name, param in self.named.items():
+            twin = places.setdefault(param.data_ptr(), name) if param.numel() else name
+            if twin != name:
+                raise ValueError(
+                    f"parameters {twin!r} and {name!r} share their memory without being one parameter. "
+                    "Tie the parameters themselves (b.weight = a.weight), or give each its own values."
+                )
         self.spec = spec
         self._seen = self._marks()
 
@@ -48,10 +56,24 @@ class Mirror:
         """Where the parameters are."""
         return next(iter(self.named.values())).device
 
-    @property
-    def changed(self) -> bool:
-        """Whether somebody else wrote to a parameter, replaced its data or moved it since the last `write`."""
-        return self._seen != self._marks()
+    def changed(self, loc: Tensor) -> bool:
+        """Whether somebody else wrote to a parameter, replaced its data or moved it since `loc` was written."""
+        if self._seen != self._marks():
+            return True
+        # Writes through p.data leave no mark.
+        return any(not torch.equal(part, param) for param, part in self._pairs(loc))
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse to go on with parameters that were frozen, or that are no longer the model's."""
+        owned = dict(model.named_parameters(remove_duplicate=False))
+        for name, param in self.named.items():
+            if owned.get(name) is not param:
+                raise ValueError(f"parameter {name!r} was replaced in the model. Build the optimizer anew.")
+            if not param.requires_grad:
+                raise ValueError(
+                    f"parameter {name!r} was frozen after the optimizer was built. Unfreeze it, or build the optimizer "
+                    "anew without it."
+                )
 
     def write(self, flat: Tensor) -> None:
         """Put a flat vector into the parameters."""
@@ -63,13 +85,17 @@ class Mirror:
     def read(self, loc: Tensor) -> Tensor:
         """The mean with parameters that were changed from outside taken over; `loc` is not modified."""
         new = loc.clone()
-        for (name, param), old, mark in zip(self.named.items(), self._seen, self._marks(), strict=True):
-            value, part = param.detach().flatten(), new[self.spec.slices[name]]
-            # A half-precision copy of the mean is not news: keep the digits of the float32 one.
-            if old != mark and not torch.equal(part.to(param.dtype), value):
-                part.copy_(value)
+        # A half-precision copy of the mean is not news: the digits of the float32 one are kept.
+        for (name, param), (_, part) in zip(self.named.items(), self._pairs(loc), strict=True):
+            if not torch.equal(part, param):
+                new[self.spec.slices[name]] = param.detach().flatten().to(new.dtype)
         self._seen = self._marks()
         return new
+
+    def _pairs(self, loc: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter beside what the mean says it is, in the parameter's dtype."""
+        for name, param in self.named.items():
+            yield param.detach(), loc[self.spec.slices[name]].view(param.shape).to(param.dtype)
 
     def _marks(self) -> list[tuple[int, int]]:
         """The place and version of every parameter's data."""
@@ -89,10 +115,11 @@ def state_dtype(params: list[Tensor]) -> torch.dtype:
     return torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
 
 
-def pack(method: str, state: FlatState, generator: torch.Generator | None) -> dict[str, Any]:
+def pack(method: str, state: FlatState, generator: torch.Generator | None, num_data: int) -> dict[str, Any]:
     """A state as plain containers and tensors."""
     return {
         "method": method,
+        "num_data": num_data,
         "names": list(state.spec.names),
         "shapes": [list(shape) for shape in state.spec.shapes],
         "step": state.step,
@@ -105,6 +132,9 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
     """Raise ValueError naming the first thing in which a packed state does not fit this one."""
     if packed is None:
         raise ValueError("state_dict has no 'slangvi' entry: it was not written by a slangvi optimizer.")
+    missing = {"method", "num_data", "names", "shapes", "step", "tensors", "generator"} - packed.keys()
+    if missing:
+        raise ValueError(f"state_dict['slangvi'] has no {sorted(missing)[0]!r}: it is incomplete.")
     if packed["method"] != method:
         raise ValueError(f"state_dict is of method {packed['method']!r}, this optimizer is {method!r}.")
     mine = list(zip(state.spec.names, map(list, state.spec.shapes), strict=True))
@@ -125,3 +155,5 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
                 f"state_dict[{name!r}] must be {tuple(value.shape)} {value.dtype}, found {what}. "
                 "Build the optimizer with the same rank and dtype."
             )
+        if not bool(torch.isfinite(found).all()) or (name == "prec_diag" and not bool((found > 0).all())):
+            raise ValueError(f"state_dict[{name!r}] holds NaN, Inf or values that are not positive: it is damaged.")

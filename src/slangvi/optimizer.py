@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from slangvi import _checks
 from slangvi._flat import FlatState, Mirror, check_packed, pack, state_dtype, tensors_of
 from slangvi._groups import GroupValues, check_group
 from slangvi._steps import ELBO, Prior, Rate
-from slangvi.errors import NumericalError
+from slangvi.errors import NumericalError, UnsupportedModuleError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
 from slangvi.grads.assemble import Engine
 from slangvi.types import GradientOperator, Params, ParamSpec
@@ -93,12 +94,21 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         self.settings = settings
         self.generator = generator
         self.info: InfoT | None = None
-        self._ready = False
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}.")
+        if getattr(model, "batch_first", None) is False:
+            raise UnsupportedModuleError(
+                f"{type(model).__name__} has batch_first=False, but examples must be the first dimension of the "
+                "model's input and output. Build it with batch_first=True."
+            )
+        self._ready = self._warned = False
         self._rows: list[RowGroup] = []
         self._sampling = False
-        chosen = [p for p in model.parameters() if p.requires_grad] if params is None else params
-        if not isinstance(chosen, list):
-            chosen = list(chosen)
+        if isinstance(params, Tensor):
+            raise TypeError(
+                "params must be an iterable of parameters or groups, got a single tensor. Put it in a list."
+            )
+        chosen = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
         if not chosen:
             raise ValueError(
                 "there is nothing to infer: the model has no trainable parameters. Set requires_grad_(True) on some."
@@ -156,13 +166,18 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         if self._sampling:
             raise RuntimeError("sampled_params blocks cannot be nested: the weights are already a sample.")
         self._sync()
-        self._mirror.write(self._draw(self._state, self._checked_generator()))
+        if train:
+            self._mirror.check(self.model)
+        with self._exact():
+            self._mirror.write(self._draw(self._state, self._checked_generator()))
         self._sampling = True
         try:
             if train:
                 with self._capture.recording():
                     yield
-                self._rows += [self._unscaled(group) for group in self._capture.collect(self._mirror.named)]
+                with self._exact():
+                    groups = self._capture.collect(self._mirror.named)
+                self._rows += [self._unscaled(group) for group in groups]
             else:
                 yield
         finally:
@@ -183,7 +198,9 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             raise RuntimeError("step() was called inside sampled_params. Leave the block first.")
         losses = self._run(closure) if closure is not None else []
         rows, self._rows = self._rows, []
-        if self._overflowed():
+        self._capture.forget_inputs()
+        scale, skip = self._amplification()
+        if skip:
             return _mean(losses)
         if not rows:
             raise RuntimeError(
@@ -191,11 +208,14 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 "pass a closure that does forward and backward."
             )
         self._sync()
+        self._warn_of_small_data(rows)
         hyper = self._hyper
-        gradients = FactoredGradients(self._spec, [self._unamplified(r) for r in rows], self.rank, self._state.loc)
-        state, info = self._advance(
-            self._state, gradients, hyper.prior(), hyper.lr(), hyper.precision_lr(), hyper.momentum()
-        )
+        with self._exact():
+            groups = [row.scaled(1.0 / scale) for row in rows]
+            gradients = FactoredGradients(self._spec, groups, self.rank, self._state.loc)
+            state, info = self._advance(
+                self._state, gradients, hyper.prior(), hyper.lr(), hyper.precision_lr(), hyper.momentum()
+            )
         if losses:
             info = replace(info, expected_log_likelihood=self._log_likelihood(losses, gradients))  # type: ignore[type-var]
         self._state, self.info = state, info
@@ -205,6 +225,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def discard_gradients(self) -> None:
         """Forget gradients collected since the last step, e.g. after skipping a batch half way."""
         self._rows = []
+        self._capture.forget_inputs()
 
     def elbo(self, closure: Callable[[], Any], mc_samples: int | None = None) -> ELBO:
         """Expected log-likelihood and KL, apart.
@@ -225,24 +246,30 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def kl(self) -> float:
         """KL(q ‖ prior), in closed form."""
         self._sync()
-        return self._kl(self._state, self._hyper.prior())
+        with self._exact():
+            return self._kl(self._state, self._hyper.prior())
 
     # ---- torch.optim's contract
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model; their posterior starts at their values with `init_precision`."""
-        super().add_param_group(param_group)
-        check_group(self.param_groups[-1])
         if self._ready:
-            self.discard_gradients()
             self._sync()
-            self._rebuild(self._state)
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+            if self._ready:
+                self._rebuild(self._state)
+                self.discard_gradients()
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an exact resume needs: flat tensors, step, layout, groups, and the generator's state."""
         self._sync()
         packed = super().state_dict()
-        packed["slangvi"] = pack(type(self).__name__, self._state, self.generator)
+        packed["slangvi"] = pack(type(self).__name__, self._state, self.generator, self.settings.num_data)
         return packed
 
     @torch.no_grad()
@@ -250,13 +277,20 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         """Take over a `state_dict`; the model's parameters become its mean."""
         saved: dict[str, Any] = state_dict.get("slangvi")  # type: ignore[assignment]
         check_packed(saved, type(self).__name__, self._state)
+        if saved["num_data"] != self.settings.num_data:
+            warnings.warn(
+                f"state_dict was made with num_data={saved['num_data']}, this optimizer has "
+                f"num_data={self.settings.num_data}; the posterior will change width.",
+                UserWarning,
+                stacklevel=3,
+            )
+        if self.generator is not None and saved["generator"] is not None:
+            self.generator.set_state(saved["generator"].cpu())
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         like = self._state.loc
         tensors = {name: value.detach().to(like.device, copy=True) for name, value in saved["tensors"].items()}
         self._state = replace(self._state, step=int(saved["step"]), **tensors)  # type: ignore[type-var]
         self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, like)
-        if self.generator is not None and saved["generator"] is not None:
-            self.generator.set_state(saved["generator"].cpu())
         self.discard_gradients()
         self._mirror.write(self._state.loc)
 
@@ -277,34 +311,31 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     # ---- inside
 
     def _rebuild(self, old: StateT | None) -> None:
-        """Lay out all groups' parameters; keep what an earlier, shorter state holds."""
+        """Lay out all groups' parameters; keep what an earlier, shorter state holds. Nothing changes if it fails."""
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        self._spec = ParamSpec.of_module(self.model, params)
-        self._mirror = Mirror(dict(zip(self._spec.names, params, strict=True)), self._spec)
-        self._name_of = {id(p): name for name, p in self._mirror.named.items()}
-        if len({p.device for p in params}) > 1:
-            raise ValueError(
-                "all parameters must be on one device, got " + str(sorted({str(p.device) for p in params}))
-            )
+        devices = sorted({str(param.device) for param in params})
+        if len(devices) > 1:
+            raise ValueError(f"all parameters must be on one device, got {devices}. Move the model to one of them.")
+        spec = ParamSpec.of_module(self.model, params)
+        mirror = Mirror(dict(zip(spec.names, params, strict=True)), spec)
+        name_of = {id(param): name for name, param in mirror.named.items()}
         like = torch.empty(0, dtype=state_dtype(params), device=params[0].device)
-        self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, like)
-        fresh = self._begin(self._mirror.named, self._hyper.per_parameter("init_precision"))
+        hyper = GroupValues(self.param_groups, spec, name_of, like)
+        hyper.prior()
+        fresh = self._begin(mirror.named, hyper.per_parameter("init_precision"))
         if old is not None:
             size = old.spec.num_params
             for name, value in tensors_of(old):
                 getattr(fresh, name)[..., :size] = value
             fresh = replace(fresh, step=old.step)  # type: ignore[type-var]
-        self._state = fresh
-        self._hyper.prior()
-        self._capture = GradientCapture(
-            self.model, self._spec, fresh.loc.dtype, self.settings.engine, self.settings.verify
-        )
+        self._spec, self._mirror, self._name_of, self._hyper, self._state = spec, mirror, name_of, hyper, fresh
+        self._capture = GradientCapture(self.model, spec, fresh.loc.dtype, self.settings.engine, self.settings.verify)
 
     def _sync(self) -> None:
         """Take over parameters that were changed from outside: a loaded model, another device, a re-initialisation."""
         if self._sampling:
             raise RuntimeError("this needs the mean, but the weights are a sample. Leave sampled_params first.")
-        if self._mirror.changed:
+        if self._mirror.changed(self._state.loc):
             moved = {name: value.to(self._mirror.device) for name, value in tensors_of(self._state)}
             moved["loc"] = self._mirror.read(moved["loc"])
             self._state = replace(self._state, **moved)  # type: ignore[type-var]
@@ -320,19 +351,25 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         return self.generator
 
     def _run(self, closure: Callable[[], Any]) -> list[Any]:
-        losses = []
-        for _ in range(self.settings.mc_samples):
-            with torch.enable_grad(), self.sampled_params(train=True):
-                losses.append(closure())
-        seen = [loss for loss in losses if loss is not None]
-        for loss in seen:
-            if not bool(torch.isfinite(torch.as_tensor(loss)).all()):
-                self.discard_gradients()
-                raise NumericalError(
-                    f"step {self._state.step + 1}: the loss is {float(loss)}. The state is unchanged. Look for NaN or "
-                    "Inf in the inputs and targets, lower lr, or skip this batch."
-                )
+        before, losses = list(self._rows), []
+        try:
+            for _ in range(self.settings.mc_samples):
+                with torch.enable_grad(), self.sampled_params(train=True):
+                    losses.append(closure())
+            seen = [loss for loss in losses if loss is not None]
+            for loss in seen:
+                self._check_loss(loss)
+        except BaseException:
+            self._rows = before
+            raise
         return seen
+
+    def _check_loss(self, loss: Any) -> None:
+        if not bool(torch.isfinite(torch.as_tensor(loss)).all()):
+            raise NumericalError(
+                f"step {self._state.step + 1}: the loss is {float(loss)}. The state is unchanged. Look for NaN or "
+                "Inf in the inputs and targets, lower lr, or skip this batch."
+            )
 
     def _unscaled(self, group: RowGroup) -> RowGroup:
         """Gradients of each example's own loss, whatever the batch's loss was divided by."""
@@ -340,19 +377,33 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             return group
         return group.scaled(float(group.num_rows * self.settings.accumulation_steps))
 
-    def _unamplified(self, group: RowGroup) -> RowGroup:
-        """Undo GradScaler's factor."""
-        scale = getattr(self, "grad_scale", None)
-        return group if scale is None else group.scaled(1.0 / float(scale))
-
-    def _overflowed(self) -> bool:
-        """Whether GradScaler found Inf, in which case the step is skipped as for every torch optimizer."""
-        if hasattr(self, "grad_scale") and self.grad_scale is None:
+    def _amplification(self) -> tuple[float, bool]:
+        """GradScaler's factor, and whether it found Inf, in which case a step is skipped as by every optimizer."""
+        given = self.__dict__.pop("grad_scale", 1.0)
+        if given is None:
             raise RuntimeError(
                 "scaler.unscale_(opt) divides p.grad only, not the per-example gradients. "
                 "Call scaler.step(opt) without it."
             )
-        return bool(getattr(self, "found_inf", 0.0))
+        skip = bool(self.__dict__.get("found_inf", 0.0))
+        if "found_inf" in self.__dict__:
+            self.grad_scale = given  # GradScaler takes both away again itself
+        return float(given), skip
+
+    def _exact(self) -> torch.autocast:
+        """Full precision for the state's own arithmetic, whatever autocast the caller is in."""
+        return torch.autocast(self._state.loc.device.type, enabled=False)
+
+    def _warn_of_small_data(self, rows: list[RowGroup]) -> None:
+        largest = max(group.num_rows for group in rows)
+        if largest > self.settings.num_data and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a batch of {largest} examples is larger than num_data={self.settings.num_data}. num_data is the size "
+                "of the training set; the posterior is as wide as it says.",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _log_likelihood(self, losses: list[Any], gradients: GradientOperator) -> float:
         mean = float(sum(losses)) / len(losses) * self.settings.accumulation_steps

@@ -103,6 +103,10 @@ def _samples(
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
                 piece = link(_call(model, params, slice_batch(x, start, stop)))
+                if piece.ndim == 0 or piece.shape[0] != stop - start:
+                    raise ValueError(
+                        f"the model must return one row per input row, ({stop - start}, ...), got {tuple(piece.shape)}."
+                    )
                 if result is None:
                     result = piece.new_empty(draws, rows, *piece.shape[1:])
                 result[s, start:stop] = piece

@@ -95,3 +95,15 @@ def test_slicing_keeps_what_is_no_tensor():
     part = slice_batch(batch, 1, 3)
     assert part["x"].tolist() == [1, 2]
     assert part["name"] == "n"
+
+
+def test_random_draws_are_refused_when_rows_are_computed_again():
+    _, spec, thetas, batch, _ = problem()
+
+    def noisy(params, batch):
+        x = nn.functional.dropout(batch["x"], 0.5)
+        return -(x @ params["w"] + params["b"]).square().sum(1)
+
+    assert per_example_gradients(noisy, spec, thetas, batch).sum().isfinite().all()
+    with pytest.raises(RuntimeError, match="random"):
+        per_example_gradients(noisy, spec, thetas, batch, memory_limit=1).sum()

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slangvi.linalg import krylov
+from slangvi.grads import DenseGradients
+from slangvi.linalg import krylov, top_factor
 from slangvi.linalg.krylov import leading_eigenpairs
 
 
@@ -43,7 +44,7 @@ def test_iteration_meets_its_own_bound(size, count, decay, start, seed):
 @pytest.mark.parametrize("count", [1, 8, 20])
 @pytest.mark.parametrize("decay", [1.0, 2.0])
 def test_the_rank_l_approximation_is_that_of_the_full_decomposition(count, decay):
-    K = matrix(240, decay)
+    K = matrix(400, decay)
     found, exact = leading_eigenpairs(K, count, 1e-6, count), leading_eigenpairs(K, count)
     assert float(found.residual) > 0.0
     assert float((product(found) - product(exact)).norm()) <= 1e-5 * float(exact.values[0])
@@ -82,3 +83,19 @@ def test_the_global_random_state_is_left_alone():
     before = torch.get_rng_state()
     leading_eigenpairs(matrix(200, 1.0), 4, 1e-6)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_previous_factor_of_zero_hides_nothing():
+    """Ten equal eigenvalues among two hundred rows, and a start in which the matrix has nothing."""
+    rows = torch.zeros(200, 300)
+    rows[torch.arange(200), torch.arange(200) % 10] = 1.0
+    top = top_factor(torch.zeros(8, 300), DenseGradients.from_rows(rows), 0.9, 1.0)
+    torch.testing.assert_close(top.spectrum, torch.full((8,), 20.0))
+    assert float(top.residual) <= 1e-6
+
+
+def test_a_start_orthogonal_to_the_leading_pair_hides_nothing():
+    ones = torch.ones(200, 1, dtype=torch.float64)
+    K = matrix(200, 1.0) * 1e-3 + ones @ ones.T
+    found, exact = leading_eigenpairs(K, 3, 1e-6, 3), leading_eigenpairs(K, 3)
+    torch.testing.assert_close(found.values, exact.values, rtol=1e-5, atol=1e-6)

@@ -451,3 +451,24 @@ def test_logits_of_any_size_stay_finite():
     state, info = vi.update(state, batch, generator=torch.Generator().manual_seed(0))
     assert math.isfinite(info.expected_log_likelihood)
     assert F.softmax(model(batch[0]), -1).isfinite().all()
+
+
+def test_a_model_that_is_never_called_is_named():
+    model = nn.Linear(2, 1)
+    vi = slang.build(
+        lambda p, b: -(b[0] @ p["weight"].T + p["bias"] - b[1]).square().sum(1), num_data=3, rank=1, lr=0.1, model=model
+    )
+    with pytest.raises(ValueError, match="did not call model"):
+        vi.update(vi.init(dict(model.named_parameters())), (torch.zeros(3, 2), torch.zeros(3, 1)))
+
+
+def test_half_precision_models_keep_float32_state_in_the_functional_api():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1).bfloat16()
+    batch = (torch.randn(3, 2).bfloat16(), torch.randn(3, 1).bfloat16())
+    vi = slang.build(log_likelihood_of(model), num_data=3, rank=1, lr=0.1, mc_samples=2, model=model)
+    state = vi.init(dict(model.named_parameters()))
+    for _ in range(2):
+        state, _ = vi.update(state, batch, generator=torch.Generator().manual_seed(0))
+    assert state.loc.dtype is torch.float32
+    assert bool(torch.isfinite(state.loc).all())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from slangvi.errors import UnsupportedModuleError, UnverifiedGradientsWarning
 from slangvi.grads.blocks import Block, Formed, add
 from slangvi.grads.calls import Backward, Call
 from slangvi.grads.factored import RowGroup
-from slangvi.grads.replay import Replay
+from slangvi.grads.replay import Replay, call_tolerance
 from slangvi.grads.rules import find_rule
 from slangvi.types import Params, ParamSpec
 
@@ -21,22 +22,25 @@ __all__ = ["Assembler", "Engine"]
 
 Engine = Literal["factored", "dense"]
 Signature = tuple[object, ...]
+# Models that take another path every time would fill the memory with patterns.
+_MOST_PATTERNS = 512
 
 
 class Assembler:
     """Turns a `Backward` into a `RowGroup`.
 
     Every parameter is served by the first of these that holds for it: the rule of the layer that owns it; the dense
-    engine on the innermost recorded module that holds it; the dense engine on the whole model. The first time a
-    pattern of calls is seen, two examples are checked against the definition (see `_distrusted`), and parameters
-    whose rows differ are served by the whole model from then on.
+    engine on the innermost recorded module that holds it; the dense engine on the whole model. The 1st, 2nd, 4th, …
+    time a pattern of calls is seen, two examples are checked against the definition (see `_distrusted`), and
+    parameters whose rows differ are served by the whole model from then on. Rows must also add up to what autograd
+    computed.
 
     Args:
         model: the model whose calls were recorded.
         spec: the parameters to infer.
         dtype: dtype of the rows.
         engine: "factored", or "dense" to serve every parameter by the dense engine on the whole model.
-        verify: whether to check patterns of calls not seen before.
+        verify: whether to check.
     """
 
     def __init__(self, model: nn.Module, spec: ParamSpec, dtype: torch.dtype, engine: Engine, verify: bool) -> None:
@@ -46,6 +50,9 @@ class Assembler:
         self.engine = engine
         self.verify = verify
         self._plans: dict[Signature, frozenset[str]] = {}
+        self._seen: dict[Signature, int] = {}
+        self._probe_source = torch.Generator().manual_seed(0)
+        self.rules_sufficed = False  # whether the last pass needed nothing but rules
         self._held_in: dict[str, dict[str, str]] = {}
 
     def assemble(self, backward: Backward, values: Params, num_examples: int | None = None) -> RowGroup:
@@ -59,19 +66,60 @@ class Assembler:
         count = num_examples if num_examples is not None else _count_examples(backward)
         if count == 0:
             raise ValueError("the batch is empty: a step needs at least one example. Skip empty batches.")
-        blocks = self._blocks(backward, values, count, self._plan(backward, values, count))
+        due = self._due(backward, count)
+        plan = self._plan(backward, values, count, due)
+        blocks = self._blocks(backward, values, count, plan)
+        if due:
+            blocks |= self._reconciled(blocks, backward, values, count)
         return RowGroup(count, blocks, {name: total.to(self.dtype) for name, total in backward.totals.items()})
 
-    def _plan(self, backward: Backward, values: Params, count: int) -> frozenset[str]:
-        """Parameters to be served by the whole model: all for the dense engine, else what the check found."""
+    def _due(self, backward: Backward, count: int) -> bool:
+        """Whether this pass is to be checked: it is finite, and the 1st, 2nd, 4th, … of its pattern."""
+        if not self.verify or not all(bool(torch.isfinite(total).all()) for total in backward.totals.values()):
+            return False  # NaN proves nothing; the step will refuse it
+        signature = _signature(backward, count)
+        if len(self._seen) > _MOST_PATTERNS:
+            self._seen.clear()
+            self._plans.clear()
+        self._seen[signature] = seen = self._seen.get(signature, 0) + 1
+        return seen & (seen - 1) == 0
+
+    def _plan(self, backward: Backward, values: Params, count: int, due: bool) -> frozenset[str]:
+        """Parameters to be served by the whole model: all for the dense engine, else what the checks found."""
         if self.engine == "dense":
             return frozenset(self.spec.names)
         signature = _signature(backward, count)
-        if self.verify and signature not in self._plans:
-            if not all(bool(torch.isfinite(total).all()) for total in backward.totals.values()):
-                return frozenset()  # NaN proves nothing; the step will refuse it, and the next batch is checked
-            self._plans[signature] = self._distrusted(backward, values, count)
-        return self._plans.get(signature, frozenset())
+        known = self._plans.get(signature, frozenset())
+        if due:
+            known |= self._distrusted(backward, values, count, known)
+            self._plans[signature] = known
+        return known
+
+    def _reconciled(
+        self, blocks: Mapping[str, Block], backward: Backward, values: Params, count: int
+    ) -> dict[str, Block]:
+        """Better blocks for parameters whose rows do not add up to autograd's gradient, or an error that names them."""
+        totals = {name: backward.totals[name] for name in blocks}
+        wrong = self._off(blocks, totals, backward)
+        if not wrong:
+            return {}
+        try:
+            better = self._by_model(backward, values, wrong, count)
+        except UnsupportedModuleError:
+            better = {}
+        left = [name for name in wrong if name not in better or self._off({name: better[name]}, totals, backward)]
+        if left:
+            raise UnsupportedModuleError(
+                f"the gradient of parameter(s) {_short(left)} does not come from the calls of the model alone, so it "
+                "cannot be told apart by example. Usual causes: a penalty on the weights in the loss (the prior is "
+                "prior_precision), a gradient penalty, backward(inputs=...), a module whose buffers change in forward. "
+                "Remove it, or pass verify=False to go on with what was captured."
+            )
+        return better
+
+    def _off(self, blocks: Mapping[str, Block], totals: Mapping[str, Tensor], backward: Backward) -> list[str]:
+        expected = {name: totals[name] for name in blocks}
+        return _disagreeing({name: block.sum() for name, block in blocks.items()}, expected, _tolerance(backward))
 
     def _blocks(self, backward: Backward, values: Params, count: int, distrusted: frozenset[str]) -> dict[str, Block]:
         wanted = [name for name in backward.totals if name in self.spec.slices]
@@ -79,6 +127,7 @@ class Assembler:
         blocks, spoilt = self._by_rules(backward, set(trusted), count)
         left = [name for name in trusted if name not in blocks and name not in spoilt]
         blocks |= self._by_modules(backward, values, left, count)
+        self.rules_sufficed = len(blocks) == len(wanted) and not left
         left = [name for name in wanted if name not in blocks]
         if left:
             blocks |= self._by_model(backward, values, left, count)
@@ -107,20 +156,13 @@ class Assembler:
 
     def _by_modules(self, backward: Backward, values: Params, wanted: list[str], count: int) -> dict[str, Block]:
         """The dense engine on the innermost recorded module without a rule that holds a parameter."""
+        replayable = [c for c in backward.cotangents if c.surroundings is not None and find_rule(c.module) is None]
         holders: dict[Call, list[str]] = {}
         for name in wanted:
-            depth = -1
-            chosen: list[Call] = []
-            for call in backward.cotangents:
-                if call.surroundings is None or find_rule(call.module) or name not in self._held(call):
-                    continue
-                level = len(call.name)
-                if level > depth:
-                    depth, chosen = level, [call]
-                elif level == depth:
-                    chosen.append(call)
-            for call in chosen:
-                holders.setdefault(call, []).append(name)
+            holding = [call for call in replayable if name in self._held(call)]
+            for call in holding:
+                if not any(_inside(other.name, call.name) for other in holding):
+                    holders.setdefault(call, []).append(name)
         parts: dict[str, list[Block]] = {}
         spoilt: set[str] = set()
         for call, names in holders.items():
@@ -158,24 +200,23 @@ class Assembler:
         local = {held[name]: name for name in names}
         rows = replay.rows(list(local))
         if checked:
-            examples = _probes(replay.num_examples)
+            examples = self._probes(replay.num_examples)
             truth = replay.rows_by_masking(list(local), examples)
-            wrong = _disagreeing({k: v[examples] for k, v in rows.items()}, truth)
-            if wrong:
+            if _disagreeing({k: v[examples] for k, v in rows.items()}, truth, replay.tolerance):
                 rows = replay.rows_by_masking(list(local), range(replay.num_examples))
         return {local[key]: Formed(self._cast(value)) for key, value in rows.items()}
 
-    def _distrusted(self, backward: Backward, values: Params, count: int) -> frozenset[str]:
+    def _distrusted(self, backward: Backward, values: Params, count: int, known: frozenset[str]) -> frozenset[str]:
         """Parameters whose rows are not what one example's loss alone gives.
 
         The definition: call the model again, keep the output gradient of one example only, and go back. Done for
-        the first and the last example. It finds layers fed with something that only looks like a batch (position
+        two examples picked at random. It finds layers fed with something that only looks like a batch (position
         indices of a sequence as long as the batch is large), weights also used behind the layer's back, and modules
         that mix examples.
         """
         names = [name for name in backward.totals if name in self.spec.slices]
         calls = [call for call in backward.cotangents if call.name == ""]
-        examples = _probes(count)
+        examples = self._probes(count)
         try:
             truths = [self._truth(call, backward, values, count, names, examples) for call in calls]
         except (RuntimeError, ValueError, TypeError, UnsupportedModuleError) as error:
@@ -183,15 +224,12 @@ class Assembler:
         if not truths or any(truth is None for truth in truths):
             return _unverified("the model was not called as a whole, or its output does not have the batch first")
         found = [truth for truth in truths if truth is not None]
-        total = {name: torch.stack([t[0][name] for t in found]).sum(0) for name in names}
-        if _disagreeing(total, {name: backward.totals[name] for name in names}):
-            return _unverified("part of the loss does not pass through the model's output (a penalty on the weights?)")
-        truth_rows = {name: torch.stack([t[1][name] for t in found]).sum(0) for name in names}
-        blocks = self._blocks(backward, values, count, frozenset())
+        truth_rows = {name: torch.stack([t[name] for t in found]).sum(0) for name in names}
+        blocks = self._blocks(backward, values, count, known)
         picked = torch.zeros(count, len(examples), dtype=self.dtype, device=next(iter(values.values())).device)
         picked[examples, range(len(examples))] = 1.0
         rows = {name: block.t_mm(picked) for name, block in blocks.items()}
-        return frozenset(_disagreeing(rows, truth_rows))
+        return frozenset(_disagreeing(rows, truth_rows, _tolerance(backward)))
 
     def _truth(
         self,
@@ -201,20 +239,22 @@ class Assembler:
         count: int,
         names: list[str],
         examples: list[int],
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Totals and the rows of some examples by definition, from one call of the whole model."""
+    ) -> dict[str, Tensor] | None:
+        """The rows of some examples by definition, from one call of the whole model."""
         replay = self._replay(call, backward, values, count)
         if not replay.cotangents:
             return None
         held = self._held(call)
-        local = [held[name] for name in names]
-        back = {held[name]: name for name in names}
-        totals = {back[k]: v for k, v in replay.totals(local).items()}
-        return totals, {back[k]: v for k, v in replay.rows_by_masking(local, examples).items()}
+        found = replay.rows_by_masking([held[name] for name in names], examples)
+        return {name: found[held[name]] for name in names}
 
     def _replay(self, call: Call, backward: Backward, values: Params, count: int) -> Replay:
         params = {local: values[name] for name, local in self._held(call).items()}
-        return Replay(call, params, backward.cotangents[call], count)
+        return Replay(call, params, backward.cotangents[call], backward.inner.get(call, {}), count)
+
+    def _probes(self, count: int) -> list[int]:
+        """Two examples, picked from a source of its own."""
+        return torch.randperm(count, generator=self._probe_source)[:2].tolist()
 
     def _owned(self, call: Call, wanted: Collection[str]) -> dict[str, str]:
         """Local → canonical names of the module's own parameters among the wanted."""
@@ -236,9 +276,20 @@ class Assembler:
         return x.to(self.dtype) if x.is_floating_point() else x
 
 
+def _inside(inner: str, outer: str) -> bool:
+    """Whether a module's path lies strictly below another's."""
+    return inner != outer and (outer == "" or inner.startswith(f"{outer}."))
+
+
 def _count_examples(backward: Backward) -> int:
     """M: the batch of the whole model's call, or of every recorded call when the model was called in parts."""
     whole = [call for call in backward.cotangents if call.name == ""]
+    if len(whole) > 1:
+        raise UnsupportedModuleError(
+            f"the model was called {len(whole)} times for one backward pass, and it cannot be told whether these are "
+            "new examples or the same ones. New examples: call backward once per batch. The same ones (pairs, views): "
+            "make the calls inside a module of your own and give that one to the optimizer."
+        )
     counts = {x.shape[0] for call in whole if (x := call.first_tensor) is not None}
     if not counts:
         counts = {g.shape[0] for grads in backward.cotangents.values() for g in grads.values() if g.ndim}
@@ -252,30 +303,36 @@ def _count_examples(backward: Backward) -> int:
 
 def _signature(backward: Backward, count: int) -> Signature:
     """What makes two passes alike: the same calls, with the batch in the same places."""
-    calls = tuple(
-        (call.name, tuple(g.ndim > 0 and g.shape[0] == count for g in grads.values()))
-        for call, grads in backward.cotangents.items()
-    )
+
+    def batched(values: Iterable[object]) -> tuple[bool, ...]:
+        return tuple(isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == count for x in values)
+
+    calls = tuple((c.name, batched(grads.values()), batched(c.leaves)) for c, grads in backward.cotangents.items())
     return calls, tuple(backward.totals)
 
 
-def _probes(count: int) -> list[int]:
-    return sorted({0, count - 1})
+def _tolerance(backward: Backward) -> float:
+    """Relative error that rounding alone explains, by the coarsest precision that took part in the pass."""
+    dtypes = {grad.dtype for grads in backward.cotangents.values() for grad in grads.values()}
+    dtypes |= {total.dtype for total in backward.totals.values()}
+    return max((call_tolerance(call, dtypes) for call in backward.cotangents), default=1e-7)
 
 
-def _disagreeing(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> list[str]:
-    """Names whose values differ by more than rounding at the coarser of the two precisions."""
-    scale = sum(float(value.double().square().sum()) for value in truth.values()) ** 0.5
-    wrong = []
-    for name, expected in truth.items():
-        # Half precision rounds every product; what must be caught are errors of order one.
-        tolerance = min(0.05, max(1e-7, 1e3 * torch.finfo(expected.dtype).eps))
-        got = found.get(name, torch.zeros_like(expected)).double().flatten()
-        gap = float((got - expected.double().flatten()).norm())
-        allowed = tolerance * (float(expected.double().norm()) + 1e-2 * scale)
-        if not gap <= allowed:
-            wrong.append(name)
-    return wrong
+def _disagreeing(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], tolerance: float) -> list[str]:
+    """Names whose values differ by more than the tolerance, relative to their size and a little of everything's."""
+    if not truth:
+        return []
+    norms = torch.stack([value.double().norm() for value in truth.values()])
+    gaps = torch.stack(
+        [
+            (found[name].double().flatten() - value.double().flatten()).norm()
+            if name in found
+            else value.double().norm()
+            for name, value in truth.items()
+        ]
+    )
+    fine = gaps <= tolerance * (norms + 1e-2 * norms.norm())
+    return [name for name, ok in zip(truth, fine.tolist(), strict=True) if not ok]
 
 
 def _unverified(reason: str) -> frozenset[str]:
@@ -283,9 +340,18 @@ def _unverified(reason: str) -> frozenset[str]:
         f"per-example gradients could not be checked: {reason}. They are used as captured; pass verify=False to "
         "silence this once you trust them.",
         UnverifiedGradientsWarning,
-        stacklevel=2,
+        stacklevel=_outside_frames(),
     )
     return frozenset()
+
+
+def _outside_frames() -> int:
+    """How far up the user's own line is, so that the warning points there."""
+    frame, level = sys._getframe(1), 1
+    inside = (__name__.split(".")[0], "contextlib", "torch")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
+        frame, level = frame.f_back, level + 1
+    return level - 1
 
 
 def _short(names: list[str]) -> str:

@@ -21,19 +21,18 @@ class Surroundings:
     device: torch.device
     autocast: bool
     autocast_dtype: torch.dtype
-    cpu_rng: Tensor | None
+    cpu_rng: Tensor
     cuda_rng: Tensor | None
 
     @classmethod
-    def now(cls, device: torch.device, with_rng: bool) -> Surroundings:
-        """Take note; the random state only when asked, since copying it costs microseconds."""
-        cuda = with_rng and device.type == "cuda"
+    def now(cls, device: torch.device) -> Surroundings:
+        """Take note."""
         return cls(
             device,
             torch.is_autocast_enabled(device.type),
             torch.get_autocast_dtype(device.type),
-            torch.get_rng_state() if with_rng else None,
-            torch.cuda.get_rng_state(device) if cuda else None,
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         )
 
     @contextmanager
@@ -42,8 +41,7 @@ class Surroundings:
         with ExitStack() as stack:
             devices = [self.device] if self.device.type == "cuda" else []
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            if self.cpu_rng is not None:
-                torch.set_rng_state(self.cpu_rng)
+            torch.set_rng_state(self.cpu_rng)
             if self.cuda_rng is not None:
                 torch.cuda.set_rng_state(self.cuda_rng, self.device)
             stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast))
@@ -98,19 +96,22 @@ class Backward:
 
     Args:
         cotangents: for each call it reached, output leaf → gradient of the loss.
+        inner: for calls with several outputs, the same with what arrived from inside the module included.
         totals: canonical parameter name → gradient of the loss, as autograd added it up.
         accumulated: whether it was a `backward()`, which adds to p.grad, and not a `torch.autograd.grad`.
     """
 
     cotangents: dict[Call, dict[int, Tensor]] = field(default_factory=dict)
+    inner: dict[Call, dict[int, Tensor]] = field(default_factory=dict)
     totals: dict[str, Tensor] = field(default_factory=dict)
     accumulated: bool = False
 
     def absorb(self, other: Backward) -> None:
         """Add a second pass through the same graph: the same examples, one more loss term."""
-        for call, grads in other.cotangents.items():
-            mine = self.cotangents.setdefault(call, {})
-            for leaf, grad in grads.items():
-                mine[leaf] = mine[leaf] + grad if leaf in mine else grad
+        for ours, theirs in ((self.cotangents, other.cotangents), (self.inner, other.inner)):
+            for call, grads in theirs.items():
+                mine = ours.setdefault(call, {})
+                for leaf, grad in grads.items():
+                    mine[leaf] = mine[leaf] + grad if leaf in mine else grad
         for name, total in other.totals.items():
             self.totals[name] = self.totals[name] + total if name in self.totals else total

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads.assemble import Assembler, Engine
@@ -53,6 +53,7 @@ class GradientCapture:
         self.active = False
         self._backwards: dict[int, Backward] = {}
         self._before: dict[str, Surroundings] = {}
+        self._snapshots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.modules = _recorded_modules(model, spec)
         params = {spec.canonical[n]: p for n, p in model.named_parameters() if n in spec.canonical}
         handles = []
@@ -79,6 +80,9 @@ class GradientCapture:
         self.active = True
         try:
             yield
+        except BaseException:
+            self._backwards.clear()
+            raise
         finally:
             self.active = False
 
@@ -105,19 +109,51 @@ class GradientCapture:
         return [self.assembler.assemble(backward, values, num_examples) for backward in reached]
 
     def note_surroundings(self, name: str) -> None:
-        """Before a call that may have to be made again: autocast and, in train mode, the random state."""
+        """Before a call that may have to be made again: autocast and the random state."""
         module = self.modules[name]
         if name == "" or find_rule(module) is None:
             device = next(iter(self.model.parameters())).device
-            self._before[name] = Surroundings.now(device, with_rng=self.model.training)
+            self._before[name] = Surroundings.now(device)
 
-    def note_call(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        """After a call: keep its inputs, and ask its outputs for their gradients."""
+    def forget_inputs(self) -> None:
+        """Let go of the copies of the data: the step that needed them is done."""
+        self._snapshots.clear()
+
+    def snapshot(self, value: Any) -> Any:
+        """A copy of a tensor that is data, since loops may refill its memory before the step; one for equal contents.
+
+        Activations inside the graph need none: autograd itself watches over them.
+        """
+        if not isinstance(value, Tensor) or not value.is_leaf:
+            return value
+        key = (value.data_ptr(), value._version)
+        original, copy = self._snapshots.get(key, (None, None))
+        known = original is not None and copy is not None and _same_view(original, value)
+        # NumPy can write to a CPU tensor without changing its version.
+        if known and copy is not None and (value.device.type != "cpu" or torch.equal(value, copy)):
+            return copy
+        copy = value.detach().clone()
+        self._snapshots[key] = (value, copy)  # holding the original keeps its address from being given away
+        return copy
+
+    def note_call(self, name: str, args: Any, kwargs: Any, output: Any) -> Any:
+        """After a call: keep its inputs, and ask its outputs for their gradients.
+
+        Where a module has several outputs, one may be computed from another inside it, and the gradient that reaches
+        the latter from inside is not the loss's own. Such outputs are handed on as aliases, and the aliases are asked.
+        """
+        args, kwargs = tree_map(self.snapshot, (args, kwargs))
         call = Call.of(name, self.modules[name], args, kwargs, self._before.get(name))
         call.recomputed = torch._C._current_graph_task_id() != -1
-        for leaf, value in enumerate(tree_flatten(output)[0]):
-            if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(partial(_store_cotangent, weakref.ref(self), call, leaf))
+        leaves, structure = tree_flatten(output)
+        tracked = [k for k, value in enumerate(leaves) if isinstance(value, Tensor) and value.requires_grad]
+        alone = len(tracked) < 2
+        for k in tracked:
+            if not alone:
+                leaves[k].register_hook(partial(_store_cotangent, weakref.ref(self), call, k, True))
+                leaves[k] = leaves[k].view_as(leaves[k])
+            leaves[k].register_hook(partial(_store_cotangent, weakref.ref(self), call, k, False))
+        return output if alone else tree_unflatten(leaves, structure)
 
     def current_backward(self) -> Backward:
         """The record of the backward pass that is running."""
@@ -148,17 +184,19 @@ class _PreHook(_Hook):
 
 
 class _ForwardHook(_Hook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         owner = self.listening(module)
-        if owner is not None:
-            owner.note_call(self.name, args, kwargs, output)
+        return output if owner is None else owner.note_call(self.name, args, kwargs, output)
 
 
-def _store_cotangent(owner: weakref.ref[GradientCapture], call: Call, leaf: int, grad: Tensor | None) -> None:
+def _store_cotangent(
+    owner: weakref.ref[GradientCapture], call: Call, leaf: int, inner: bool, grad: Tensor | None
+) -> None:
     capture = owner()
     # Fused kernels with several outputs hand None to those the loss did not use.
     if capture is not None and capture.active and grad is not None:
-        capture.current_backward().cotangents.setdefault(call, {})[leaf] = grad.detach()
+        backward = capture.current_backward()
+        (backward.inner if inner else backward.cotangents).setdefault(call, {})[leaf] = grad.detach()
 
 
 def _store_total(owner: weakref.ref[GradientCapture], name: str, grad: Tensor) -> None:
@@ -196,6 +234,10 @@ def _recorded_modules(model: nn.Module, spec: ParamSpec) -> dict[str, nn.Module]
         if any(prefix + local in spec.canonical for local in module._parameters):
             found[name] = module
     return found
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def _merged(backwards: list[Backward]) -> list[Backward]:

@@ -134,24 +134,25 @@ def per_example_gradients(
         memory_limit: bytes that formed rows may take; rows beyond it are computed in pieces, again for every product.
     """
     num_examples = batch_size(batch)
-    step = rows_within(memory_limit, spec.num_params * thetas.element_size(), num_examples)
 
     def one(flat: Tensor, example: Any) -> Tensor:
         single = tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, example)
         return -log_likelihood(spec.unflatten(flat), single).sum()
 
+    row_bytes = spec.num_params * thetas.element_size()
+    whole = rows_within(memory_limit, row_bytes, None) >= len(thetas) * num_examples
     in_dims = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
-    rows_of = torch.func.vmap(torch.func.grad(one), in_dims=(None, in_dims), randomness="different")
+    # Rows that are computed again for every product must come out the same: no random draws then.
+    chance = "different" if whole else "error"
+    rows_of = torch.func.vmap(torch.func.grad(one), in_dims=(None, in_dims), randomness=chance)
 
     def piece(theta: Tensor, start: int, stop: int) -> Callable[[], Tensor]:
         return lambda: rows_of(theta, slice_batch(batch, start, stop))
 
-    whole = len(thetas) > 1 and rows_within(memory_limit, spec.num_params * thetas.element_size(), None) >= (
-        len(thetas) * num_examples
-    )
     if whole:
         pieces = [lambda: torch.cat([rows_of(theta, batch) for theta in thetas])]
     else:
+        step = rows_within(memory_limit, row_bytes, num_examples)
         starts = range(0, num_examples, step)
         pieces = [piece(theta, k, min(k + step, num_examples)) for theta in thetas for k in starts]
     return DenseGradients(pieces, len(thetas) * num_examples, spec.numels)

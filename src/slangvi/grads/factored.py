@@ -20,7 +20,8 @@ class RowGroup:
     Args:
         num_rows: M.
         blocks: canonical parameter name → its gradients; a parameter that is not listed has zero gradient.
-        totals: canonical parameter name → Σ_r g_r as autograd computed it, same shape as the parameter.
+        totals: canonical parameter name → Σ_r g_r as autograd computed it, same shape as the parameter; may be empty
+            for all groups, the blocks are then summed.
     """
 
     num_rows: int
@@ -72,8 +73,9 @@ class FactoredGradients:
     def sum(self) -> Tensor:
         """Σ_r g_r, (P,)."""
         flat = self.like.new_zeros(self.spec.num_params)
-        for name, total in self._totals.items():
-            flat[self.spec.slices[name]] = total.flatten().to(flat.dtype)
+        for name, block in self.blocks.items():
+            total = self._totals.get(name)
+            flat[self.spec.slices[name]] = block.sum() if total is None else total.flatten().to(flat.dtype)
         return flat
 
     def square_sum(self) -> Tensor:

@@ -6,17 +6,18 @@ Both take the recorded inputs of a call and the recorded gradient of its outputs
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads.calls import Call, Surroundings
 
-__all__ = ["Replay"]
+__all__ = ["Replay", "call_tolerance"]
 
 
 class Replay:
@@ -25,12 +26,19 @@ class Replay:
     Args:
         call: the recorded call.
         params: values by name local to the module; all others stay as they are.
-        cotangents: output leaf → gradient of the loss there, first dimension M.
-        num_examples: M.
+        cotangents: output leaf → gradient of the loss there.
+        inner: the same with what arrived from inside the module; used when the module computes the loss itself, so that
+            nothing but a scalar has a gradient from outside.
+        num_examples: M; only leaves with this first dimension are used.
     """
 
     def __init__(
-        self, call: Call, params: Mapping[str, Tensor], cotangents: Mapping[int, Tensor], num_examples: int
+        self,
+        call: Call,
+        params: Mapping[str, Tensor],
+        cotangents: Mapping[int, Tensor],
+        inner: Mapping[int, Tensor],
+        num_examples: int,
     ) -> None:
         if not call.untouched:
             raise UnsupportedModuleError(
@@ -40,8 +48,16 @@ class Replay:
         self.call = call
         self.params = {name: value.detach() for name, value in params.items()}
         self.num_examples = num_examples
-        self.cotangents = {k: v for k, v in cotangents.items() if v.ndim and v.shape[0] == num_examples}
+        self.cotangents = self._by_batch(cotangents) or self._by_batch(inner)
         self._buffers = dict(call.module.named_buffers())
+
+    def _by_batch(self, cotangents: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        return {k: v for k, v in cotangents.items() if v.ndim and v.shape[0] == self.num_examples}
+
+    @property
+    def tolerance(self) -> float:
+        """Relative error that rounding alone explains."""
+        return call_tolerance(self.call, {value.dtype for value in self.cotangents.values()})
 
     @property
     def by_example(self) -> bool:
@@ -84,10 +100,6 @@ class Replay:
         grads = [pull(self._masked(example)) for example in examples]
         return {name: torch.stack([g[name].flatten() for g in grads]) for name in names}
 
-    def totals(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Gradients of the named parameters summed over the batch, from the recorded output gradients."""
-        return self._recorded(names)(list(self.cotangents.values()))
-
     def _recorded(self, names: Sequence[str]) -> Callable[[list[Tensor]], dict[str, Tensor]]:
         """Make the call once with gradients on; return the map from output gradients to parameter gradients."""
         chosen = {name: self.params[name].clone().requires_grad_() for name in names}
@@ -108,7 +120,8 @@ class Replay:
         args, kwargs = tree_unflatten(list(leaves), self.call.structure)
         values = {name: buffer.clone() for name, buffer in self._buffers.items()}
         values |= self.params | dict(chosen)
-        outputs = torch.func.functional_call(self.call.module, values, args, kwargs)
+        with _attributes_restored(self.call.module):
+            outputs = torch.func.functional_call(self.call.module, values, args, kwargs)
         flat = tree_flatten(outputs)[0]
         return [flat[leaf] for leaf in self.cotangents]
 
@@ -125,3 +138,26 @@ class Replay:
         found = self.call.surroundings
         assert found is not None
         return found
+
+
+def call_tolerance(call: Call, dtypes: set[torch.dtype]) -> float:
+    """Relative error that rounding explains: 1e3 units of the coarsest dtype, autocast and TF32 counted in."""
+    around = call.surroundings
+    if around is not None and around.autocast:
+        dtypes = dtypes | {around.autocast_dtype}
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
+    if around is not None and around.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        coarsest = max(coarsest, 1e-3)
+    return min(0.1, max(1e-7, 1e3 * coarsest))
+
+
+@contextmanager
+def _attributes_restored(module: nn.Module) -> Iterator[None]:
+    """What forward writes to the modules themselves (counters, cached activations) is undone."""
+    before = [(part, dict(part.__dict__)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)

@@ -1,8 +1,9 @@
 r"""Leading eigenpairs of a positive semi-definite matrix without diagonalising it.
 
 Block Krylov iteration with Rayleigh–Ritz: the space spanned by X, KX, K²X, … is kept orthonormal, and the leading
-eigenpairs of K are read off K restricted to it. What is left over, the residual ‖Ky − θy‖, bounds the error: some
-eigenvalue of K lies within it of θ, and the rank-L approximation is off by no more than its size allows.
+eigenpairs of K are read off K restricted to it. What is left over, the residual ‖Ky − θy‖, bounds the error of each
+pair: some eigenvalue of K lies within it of θ. That the pairs are the leading ones rests on the random starting
+vectors, of which there are more than pairs asked for.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def leading_eigenpairs(matrix: Tensor, count: int, tolerance: float = 0.0, start
         tensor([3., 2.], dtype=torch.float64)
     """
     size = matrix.shape[-1]
-    block = count + OVERSAMPLING
+    start = min(start, count)
+    block = start + count + OVERSAMPLING
     # The space of all rounds must stay well below the whole for the iteration to pay.
     if tolerance <= 0.0 or count == 0 or matrix.ndim > 2 or 4 * block > size or size < 128:
         return _full(matrix, count)
@@ -82,14 +84,16 @@ def _iterated(matrix: Tensor, count: int, block: int, tolerance: float, start: i
 
 
 def _starting_block(matrix: Tensor, block: int, start: int) -> Tensor:
-    """Coordinates of the previous factor, then images of fixed pseudo-random vectors: no random state is involved."""
+    """Coordinates of the previous factor beside L + OVERSAMPLING random vectors.
+
+    The random ones make sure that nothing leading is missed, whatever the previous factor was; they come from a source
+    of their own, so that no random state is involved.
+    """
     size = matrix.shape[0]
-    known = min(start, block)
-    grid = torch.arange(1, size * (block - known) + 1, dtype=matrix.dtype, device=matrix.device)
-    # Fractional parts of multiples of the golden ratio are evenly spread and unrelated to anything in the data.
-    mixed = matrix @ (torch.frac(grid * 0.6180339887498949) - 0.5).view(size, block - known)
-    unit = torch.eye(size, known, dtype=matrix.dtype, device=matrix.device)
-    return torch.cat([matrix @ unit, mixed], dim=1)
+    unit = torch.eye(size, start, dtype=matrix.dtype, device=matrix.device)
+    source = torch.Generator().manual_seed(0)
+    mixed = torch.randn(size, block - start, dtype=matrix.dtype, generator=source).to(matrix.device)
+    return torch.cat([unit, mixed], dim=1)
 
 
 def _orthogonal_to(basis: Tensor, new: Tensor) -> Tensor:

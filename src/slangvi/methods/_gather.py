@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from slangvi import _checks
 from slangvi._steps import Schedule
 from slangvi.errors import NumericalError
-from slangvi.grads import FactoredGradients, GradientCapture, per_example_gradients
+from slangvi.grads import FactoredGradients, GradientCapture, RowGroup, per_example_gradients
+from slangvi.grads.batched import BatchedPass
 from slangvi.grads.dense import batch_size
 from slangvi.types import GradientOperator, Params, ParamSpec
 
@@ -20,7 +23,9 @@ __all__ = ["GRADIENT_REMEDY", "Gatherer", "check_schedule", "dense_gatherer", "f
 LogLikelihood = Callable[[Params, Any], Tensor]
 # (layout, draws (S, P), batch) → operator with R = S·M rows, and the mean log-likelihood over them.
 Gatherer = Callable[[ParamSpec, Tensor, Any], tuple[GradientOperator, float]]
-GRADIENT_REMEDY = "Look for NaN or Inf in the inputs and the loss, or skip this batch."
+GRADIENT_REMEDY = (
+    "Look for NaN, Inf or huge values (squares must fit the dtype) in the inputs and the loss, or skip this batch."
+)
 
 
 def check_schedule(name: str, schedule: Schedule | None, ceiling: float) -> None:
@@ -47,6 +52,10 @@ def factored_gatherer(log_likelihood: LogLikelihood, model: nn.Module | None, ra
     if model is None:
         raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
     captures: dict[tuple[ParamSpec, torch.dtype], GradientCapture] = {}
+    # Batches of these shapes were once captured draw by draw, checked, and found to need nothing but rules.
+    simple: dict[tuple[ParamSpec, object], BatchedPass] = {}
+
+    dtypes = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
 
     def capture_for(spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
         key = (spec, dtype)
@@ -57,18 +66,69 @@ def factored_gatherer(log_likelihood: LogLikelihood, model: nn.Module | None, ra
 
     def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
         count = batch_size(batch)
+        kind = (spec, _shapes_of(batch, model))
+        if kind in simple:
+            group, table = simple[kind].gather(thetas, batch)
+            for row in table:
+                _checked(row, count)
+            return FactoredGradients(spec, [group], rank, thetas), float(table.mean())
         capture, groups, values = capture_for(spec, thetas.dtype), [], []
         for theta in thetas:
-            params = {name: value.detach().requires_grad_() for name, value in spec.unflatten(theta).items()}
+            params = {
+                name: value.detach().to(dtypes[name]).requires_grad_() for name, value in spec.unflatten(theta).items()
+            }
             with torch.enable_grad(), capture.recording():
                 value = _checked(log_likelihood(params, batch), count)
                 grads = torch.autograd.grad(-value.sum(), list(params.values()), allow_unused=True)
             totals = {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}
-            groups += capture.collect(params, totals, count)
+            found = capture.collect(params, totals, count)
+            if not found:
+                raise ValueError(
+                    "log_likelihood did not call model, so its layers cannot be read. Pass the right model=."
+                )
+            groups += found
             values.append(value.detach())
+        capture.forget_inputs()
+        fast = BatchedPass(model, capture.assembler.spec, log_likelihood)
+        same_dtype = set(dtypes.values()) == {thetas.dtype}
+        if (
+            verify
+            and same_dtype
+            and capture.assembler.rules_sufficed
+            and fast.possible
+            and _agrees(fast, thetas, batch, groups)
+        ):
+            simple[kind] = fast
         return FactoredGradients(spec, groups, rank, thetas), float(torch.stack(values).mean())
 
     return gather
+
+
+def _shapes_of(batch: Any, model: nn.Module) -> object:
+    """What decides which layers are called with which shapes: the batch's structure, and train or eval mode."""
+    leaves, structure = tree_flatten(batch)
+    shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    return str(structure), shapes, tuple(module.training for module in model.modules())
+
+
+def _agrees(fast: BatchedPass, thetas: Tensor, batch: Any, groups: list[RowGroup]) -> bool:
+    """Whether the pass over all draws gives the gradient sums that autograd gave draw by draw."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # vmap speaks of slow batching rules
+            group, _ = fast.gather(thetas, batch)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return False  # vmap cannot follow this model; draw by draw it is
+    expected: dict[str, Tensor] = {}
+    for part in groups:
+        for name, total in part.totals.items():
+            expected[name] = expected.get(name, 0) + total.flatten()
+    if expected.keys() != group.blocks.keys():
+        return False
+    gaps = {name: float((group.blocks[name].sum() - total).norm()) for name, total in expected.items()}
+    tolerance = 1e3 * torch.finfo(thetas.dtype).eps
+    scale = sum(float(total.norm()) for total in expected.values())
+    return all(gap <= tolerance * scale for gap in gaps.values())
 
 
 def _checked(values: Any, num_examples: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import _checks
+from slangvi._flat import state_dtype
 from slangvi._steps import ELBO, Prior, Rate, Schedule, rate_at, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.grads.assemble import Engine
@@ -115,8 +116,7 @@ def init(params: Params, rank: int, init_precision: Any = 1.0) -> State:
     """
     rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
     spec = ParamSpec.of(params)
-    dtype = torch.float64 if any(p.dtype is torch.float64 for p in params.values()) else torch.float32
-    loc = spec.flatten({name: value.detach() for name, value in params.items()}, dtype)
+    loc = spec.flatten({name: value.detach() for name, value in params.items()}, state_dtype(list(params.values())))
     if not bool(torch.isfinite(loc).all()):
         raise ValueError("params must be finite, got NaN or Inf. Re-initialise the model.")
     diag = _checks.per_parameter("init_precision", init_precision, spec, loc)

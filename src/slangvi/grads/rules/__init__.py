@@ -7,5 +7,6 @@ from slangvi.grads.rules import norm as _norm  # noqa: F401
 from slangvi.grads.rules.registry import Rule as Rule
 from slangvi.grads.rules.registry import find_rule as find_rule
 from slangvi.grads.rules.registry import register_rule as register_rule
+from slangvi.grads.rules.registry import shares_inputs as shares_inputs
 
-__all__ = ["Rule", "find_rule", "register_rule"]
+__all__ = ["Rule", "find_rule", "register_rule", "shares_inputs"]

@@ -11,7 +11,7 @@ from slangvi.grads.rules.registry import register_rule
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, shares_inputs=True)
 def conv(module: Conv, x: Tensor, delta: Tensor) -> dict[str, Block] | None:
     """Weight of group g: g_r = Σ_t δ_rgt ⊗ patch_rgt. Bias: g_r = Σ_t δ_rt.  x (R, C, ...), δ (R, O, ...)."""
     if x.ndim != len(module.kernel_size) + 2:

@@ -8,7 +8,7 @@ from slangvi.grads.blocks import Block, Formed, Outer
 from slangvi.grads.rules.registry import register_rule
 
 
-@register_rule(nn.Linear)
+@register_rule(nn.Linear, shares_inputs=True)
 def linear(module: nn.Linear, x: Tensor, delta: Tensor) -> dict[str, Block] | None:
     """Weight: g_r = Σ_t δ_rt ⊗ x_rt. Bias: g_r = Σ_t δ_rt.  x (R, ..., I), δ (R, ..., O)."""
     if x.ndim < 2:

@@ -9,18 +9,24 @@ from torch import Tensor, nn
 
 from slangvi.grads.blocks import Block
 
-__all__ = ["Rule", "find_rule", "register_rule"]
+__all__ = ["Rule", "find_rule", "register_rule", "shares_inputs"]
 
 Rule = Callable[[Any, Tensor, Tensor], dict[str, Block] | None]
 _RULES: dict[type[nn.Module], Rule] = {}
+_SHARING: set[Rule] = set()
 
 
-def register_rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
+def register_rule(*kinds: type[nn.Module], shares_inputs: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule for module classes whose forward takes one tensor and returns one tensor.
 
     The rule gets the module, its input (M, ...) and the gradient of its output (M, ...), and returns per-example
     gradients by local parameter name, e.g. `{"weight": Outer(...), "bias": Formed(...)}`. It returns None when this
     particular input cannot be handled; the module then falls back to the dense engine.
+
+    Args:
+        kinds: module classes.
+        shares_inputs: whether the rule also takes S·M output gradients with M inputs that S draws of the weights had in
+            common, row r of the former belonging to row r mod M of the latter.
 
     Example:
         >>> class Scale(nn.Module):
@@ -37,6 +43,8 @@ def register_rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
     def add(rule: Rule) -> Rule:
         for kind in kinds:
             _RULES[kind] = rule
+        if shares_inputs:
+            _SHARING.add(rule)
         return rule
 
     return add
@@ -44,8 +52,15 @@ def register_rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
 
 def find_rule(module: nn.Module) -> Rule | None:
     """The rule of a module, if its forward really is the forward the rule was written for."""
+    if "forward" in module.__dict__:
+        return None  # patched on the instance
     for kind in type(module).__mro__:
         if kind in _RULES:
             # A subclass with its own forward may compute anything: the rule would be a guess.
             return _RULES[kind] if type(module).forward is kind.forward else None
     return None
+
+
+def shares_inputs(module: nn.Module) -> bool:
+    """Whether the module's rule takes inputs that several draws had in common."""
+    return find_rule(module) in _SHARING

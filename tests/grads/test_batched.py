@@ -1,0 +1,126 @@
+"""All draws in one pass: the same gradients as draw by draw, where it is possible, and a clean way back where not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slangvi
+from cases import CASES, build
+from slangvi.grads import FactoredGradients, GradientCapture
+from slangvi.grads.batched import BatchedPass
+from slangvi.methods import _gather
+from slangvi.types import ParamSpec
+
+FAST = [
+    "mlp", "convnet", "conv1d", "conv3d", "residual_groupnorm", "reused_module", "dict_input", "multi_output",
+    "embedding_mlp", "sequence_norms", "norms_without_positions",
+]  # fmt: skip
+
+
+def problem(name: str, draws: int = 3):
+    case = build(name)
+    spec = ParamSpec.of_module(case.model)
+    generator = torch.Generator().manual_seed(0)
+    mean = spec.flatten({k: v.detach() for k, v in case.model.named_parameters()})
+    thetas = mean + 0.1 * torch.randn(draws, len(mean), generator=generator, dtype=torch.float64)
+
+    def log_likelihood(params, batch) -> Tensor:
+        return -case.losses(torch.func.functional_call(case.model, dict(params), batch))
+
+    return case, spec, thetas, log_likelihood
+
+
+def draw_by_draw(case, spec, thetas, log_likelihood):
+    capture = GradientCapture(case.model, spec, torch.float64, leaf_totals=False)
+    groups = []
+    for theta in thetas:
+        params = {k: v.detach().requires_grad_() for k, v in spec.unflatten(theta).items()}
+        with capture.recording():
+            values = log_likelihood(params, case.args)
+            grads = torch.autograd.grad(-values.sum(), list(params.values()))
+        groups += capture.collect(params, dict(zip(params, grads, strict=True)), 5)
+    return FactoredGradients(spec, groups, 2, thetas)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_one_pass_equals_draw_by_draw(name):
+    case, spec, thetas, log_likelihood = problem(name)
+    slow = draw_by_draw(case, spec, thetas, log_likelihood)
+    batched = BatchedPass(case.model, spec, log_likelihood)
+    assert batched.possible
+    group, values = batched.gather(thetas, case.args)
+    fast = FactoredGradients(spec, [group], 2, thetas)
+    close = {"rtol": 1e-9, "atol": 1e-10}
+    expected = torch.stack([log_likelihood(spec.unflatten(theta), case.args) for theta in thetas])
+    torch.testing.assert_close(values, expected.detach(), **close)
+    torch.testing.assert_close(fast.sum(), slow.sum(), **close)
+    torch.testing.assert_close(fast.square_sum(), slow.square_sum(), **close)
+    torch.testing.assert_close(fast.gram(), slow.gram(), **close)
+    C = torch.randn(3, spec.num_params, dtype=torch.float64)
+    torch.testing.assert_close(fast.mm(C), slow.mm(C), **close)
+    W = torch.randn(15, 2, dtype=torch.float64)
+    torch.testing.assert_close(fast.t_mm(W), slow.t_mm(W), **close)
+    assert not any(m._forward_hooks and len(m._forward_hooks) > 1 for m in case.model.modules())
+
+
+def test_data_shared_by_all_draws_is_held_once():
+    case, spec, thetas, log_likelihood = problem("mlp")
+    group, _ = BatchedPass(case.model, spec, log_likelihood).gather(thetas, case.args)
+    assert group.blocks["0.weight"].copies == 3
+    assert group.blocks["2.weight"].copies == 1
+
+
+@pytest.mark.parametrize("name", ["lstm", "transformer_encoder", "raw_parameter", "batchnorm_eval"])
+def test_layers_without_rules_rule_it_out(name):
+    case, spec, _, log_likelihood = problem(name)
+    assert not BatchedPass(case.model, spec, log_likelihood).possible
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_functional_method_is_the_same_with_and_without_it(name, monkeypatch):
+    case, _spec, _, log_likelihood = problem(name)
+    params = {k: v.detach().clone() for k, v in case.model.named_parameters()}
+    states, used = [], []
+    original = BatchedPass.gather
+    monkeypatch.setattr(BatchedPass, "gather", lambda self, *a: used.append(1) or original(self, *a))
+    for allowed in (True, False):
+        if not allowed:
+            monkeypatch.setattr(_gather, "_agrees", lambda *a: False)
+        vi = slangvi.slang.build(log_likelihood, num_data=40, rank=2, lr=0.1, mc_samples=2, model=case.model)
+        state, generator = vi.init(params), torch.Generator().manual_seed(0)
+        for _ in range(3):
+            state, _ = vi.update(state, case.args, generator=generator)
+        states.append(state)
+    torch.testing.assert_close(states[0].loc, states[1].loc, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(states[0].prec_diag, states[1].prec_diag, rtol=1e-8, atol=1e-9)
+    if name in FAST:
+        assert len(used) == 3
+
+
+def test_a_model_vmap_cannot_follow_goes_draw_by_draw():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y if float(y.detach().sum()) > -1e9 else -y
+
+    torch.manual_seed(0)
+    model = Branching().double()
+    batch = (torch.randn(4, 3).double(), torch.randn(4, 1).double())
+    vi = slangvi.slang.build(slangvi.Gaussian().of(model), num_data=9, rank=1, lr=0.1, mc_samples=2, model=model)
+    dense = slangvi.slang.build(
+        lambda p, b: slangvi.Gaussian().log_prob(b[0] @ p["layer.weight"].T + p["layer.bias"], b[1]),
+        num_data=9, rank=1, lr=0.1, mc_samples=2,
+    )  # fmt: skip
+    states = []
+    for method in (vi, dense):
+        state, generator = method.init(dict(model.named_parameters())), torch.Generator().manual_seed(0)
+        for _ in range(3):
+            state, _ = method.update(state, batch, generator=generator)
+        states.append(state)
+    torch.testing.assert_close(states[0].loc, states[1].loc, rtol=1e-9, atol=1e-10)
