@@ -746,6 +746,7 @@ BAD = {
     "curvature": [("hessian", ValueError)],
     "engine": [("magic", ValueError)],
     "verify": [("yes", TypeError)],
+    "memory_limit": [(0, ValueError), (1.5, TypeError)],
 }
 
 
@@ -859,6 +860,20 @@ def test_an_empty_batch_is_refused():
     opt = make(model)
     with pytest.raises(ValueError, match="batch is empty"), opt.sampled_params(train=True):
         model(x[:0]).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["lstm", "raw_parameter", "convnet", "gpt_functional_head"])
+@pytest.mark.parametrize("engine", ["factored", "dense"])
+def test_a_memory_limit_changes_nothing_but_the_chunks(name, engine):
+    states = []
+    for limit in (None, 1):
+        case = build(name)
+        options = {"engine": engine, "memory_limit": limit, "generator": torch.Generator().manual_seed(0)}
+        opt = slangvi.SLANG(case.model, num_data=N, rank=2, lr=0.1, **options)
+        for _ in range(2):
+            opt.step(lambda case=case: _backward(case.losses(case.model(*case.args)).mean()))
+        states.append(opt)
+    same(*states)
 
 
 @pytest.mark.parametrize("name", ["convnet", "gru", "transformer_encoder", "gpt_tied", "raw_parameter", "weight_norm"])

@@ -22,6 +22,7 @@ from slangvi._steps import ELBO, Prior, Rate
 from slangvi.errors import NumericalError, UnsupportedModuleError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
 from slangvi.grads.assemble import Engine
+from slangvi.grads.blocks import FORM_BYTES
 from slangvi.types import GradientOperator, Params, ParamSpec
 
 __all__ = ["Settings", "VariationalOptimizer"]
@@ -43,6 +44,7 @@ class Settings:
         accumulation_steps: what the loop divides each micro-batch's loss by.
         engine: "factored" or "dense".
         verify: check per-example gradients of new patterns of calls.
+        memory_limit: bytes of formed gradients: per parameter kept, and in the making when a module is called again.
     """
 
     num_data: int
@@ -52,6 +54,7 @@ class Settings:
     accumulation_steps: int = 1
     engine: Engine = "factored"
     verify: bool = True
+    memory_limit: int | None = None
 
     def __post_init__(self) -> None:
         _checks.count("num_data", self.num_data, hint="Pass the number of training examples, len(train_set).")
@@ -61,6 +64,8 @@ class Settings:
         _checks.count("accumulation_steps", self.accumulation_steps)
         _checks.choice("engine", self.engine, ("factored", "dense"))
         _checks.flag("verify", self.verify)
+        if self.memory_limit is not None:
+            _checks.count("memory_limit", self.memory_limit, hint="It is a number of bytes.")
 
 
 class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
@@ -212,7 +217,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         hyper = self._hyper
         with self._exact():
             groups = [row.scaled(1.0 / scale) for row in rows]
-            gradients = FactoredGradients(self._spec, groups, self.rank, self._state.loc)
+            limit = FORM_BYTES if self.settings.memory_limit is None else self.settings.memory_limit
+            gradients = FactoredGradients(self._spec, groups, self.rank, self._state.loc, limit)
             state, info = self._advance(
                 self._state, gradients, hyper.prior(), hyper.lr(), hyper.precision_lr(), hyper.momentum()
             )
@@ -329,7 +335,10 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 getattr(fresh, name)[..., :size] = value
             fresh = replace(fresh, step=old.step)  # type: ignore[type-var]
         self._spec, self._mirror, self._name_of, self._hyper, self._state = spec, mirror, name_of, hyper, fresh
-        self._capture = GradientCapture(self.model, spec, fresh.loc.dtype, self.settings.engine, self.settings.verify)
+        options = self.settings
+        self._capture = GradientCapture(
+            self.model, spec, fresh.loc.dtype, options.engine, options.verify, memory_limit=options.memory_limit
+        )
 
     def _sync(self) -> None:
         """Take over parameters that were changed from outside: a loaded model, another device, a re-initialisation."""

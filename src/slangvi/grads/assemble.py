@@ -41,14 +41,24 @@ class Assembler:
         dtype: dtype of the rows.
         engine: "factored", or "dense" to serve every parameter by the dense engine on the whole model.
         verify: whether to check.
+        memory_limit: bytes that rows in the making may take when a module is called again.
     """
 
-    def __init__(self, model: nn.Module, spec: ParamSpec, dtype: torch.dtype, engine: Engine, verify: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ParamSpec,
+        dtype: torch.dtype,
+        engine: Engine,
+        verify: bool,
+        memory_limit: int | None = None,
+    ) -> None:
         self.model = model
         self.spec = spec
         self.dtype = dtype
         self.engine = engine
         self.verify = verify
+        self.memory_limit = memory_limit
         self._plans: dict[Signature, frozenset[str]] = {}
         self._seen: dict[Signature, int] = {}
         self._probe_source = torch.Generator().manual_seed(0)
@@ -75,14 +85,18 @@ class Assembler:
 
     def _due(self, backward: Backward, count: int) -> bool:
         """Whether this pass is to be checked: it is finite, and the 1st, 2nd, 4th, … of its pattern."""
-        if not self.verify or not all(bool(torch.isfinite(total).all()) for total in backward.totals.values()):
-            return False  # NaN proves nothing; the step will refuse it
+        if not self.verify:
+            return False
         signature = _signature(backward, count)
+        seen = self._seen.get(signature, 0) + 1
+        due = seen & (seen - 1) == 0
+        if due and not all(bool(torch.isfinite(total).all()) for total in backward.totals.values()):
+            return False  # NaN proves nothing; the step will refuse it, and the next pass is checked
         if len(self._seen) > _MOST_PATTERNS:
             self._seen.clear()
             self._plans.clear()
-        self._seen[signature] = seen = self._seen.get(signature, 0) + 1
-        return seen & (seen - 1) == 0
+        self._seen[signature] = seen
+        return due
 
     def _plan(self, backward: Backward, values: Params, count: int, due: bool) -> frozenset[str]:
         """Parameters to be served by the whole model: all for the dense engine, else what the checks found."""
@@ -250,7 +264,8 @@ class Assembler:
 
     def _replay(self, call: Call, backward: Backward, values: Params, count: int) -> Replay:
         params = {local: values[name] for name, local in self._held(call).items()}
-        return Replay(call, params, backward.cotangents[call], backward.inner.get(call, {}), count)
+        inner = backward.inner.get(call, {})
+        return Replay(call, params, backward.cotangents[call], inner, count, self.memory_limit)
 
     def _probes(self, count: int) -> list[int]:
         """Two examples, picked from a source of its own."""

@@ -13,6 +13,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 __all__ = ["Backward", "Call", "Surroundings"]
 
+_ONE_TENSOR = tree_flatten(((0,), {}))[1]
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -75,6 +77,8 @@ class Call:
     @classmethod
     def of(cls, name: str, module: nn.Module, args: Any, kwargs: Any, surroundings: Surroundings | None) -> Call:
         """Note a call, detaching its tensors."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            return cls(name, module, [args[0].detach()], _ONE_TENSOR, surroundings)
         leaves, structure = tree_flatten((args, kwargs))
         leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         return cls(name, module, leaves, structure, surroundings)

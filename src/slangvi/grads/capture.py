@@ -37,6 +37,7 @@ class GradientCapture:
         engine: "factored" or "dense".
         verify: check patterns of calls not seen before.
         leaf_totals: also record the gradients that reach the model's own parameters.
+        memory_limit: bytes that rows in the making may take when a module is called again.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class GradientCapture:
         engine: Engine = "factored",
         verify: bool = True,
         leaf_totals: bool = True,
+        memory_limit: int | None = None,
     ) -> None:
         self.model = model
-        self.assembler = Assembler(model, spec, dtype, engine, verify)
+        self.assembler = Assembler(model, spec, dtype, engine, verify, memory_limit)
         self.active = False
         self._backwards: dict[int, Backward] = {}
         self._before: dict[str, Surroundings] = {}
@@ -142,9 +144,16 @@ class GradientCapture:
         Where a module has several outputs, one may be computed from another inside it, and the gradient that reaches
         the latter from inside is not the loss's own. Such outputs are handed on as aliases, and the aliases are asked.
         """
-        args, kwargs = tree_map(self.snapshot, (args, kwargs))
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            args = (self.snapshot(args[0]),)  # the usual case, without walking a tree
+        else:
+            args, kwargs = tree_map(self.snapshot, (args, kwargs))
         call = Call.of(name, self.modules[name], args, kwargs, self._before.get(name))
         call.recomputed = torch._C._current_graph_task_id() != -1
+        if isinstance(output, Tensor):
+            if output.requires_grad:
+                output.register_hook(partial(_store_cotangent, weakref.ref(self), call, 0, False))
+            return output
         leaves, structure = tree_flatten(output)
         tracked = [k for k, value in enumerate(leaves) if isinstance(value, Tensor) and value.requires_grad]
         alone = len(tracked) < 2

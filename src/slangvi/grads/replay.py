@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads.calls import Call, Surroundings
+from slangvi.grads.dense import rows_within
 
 __all__ = ["Replay", "call_tolerance"]
 
@@ -30,6 +31,7 @@ class Replay:
         inner: the same with what arrived from inside the module; used when the module computes the loss itself, so that
             nothing but a scalar has a gradient from outside.
         num_examples: M; only leaves with this first dimension are used.
+        memory_limit: bytes that rows in the making may take; vmap then goes over the examples in chunks.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Replay:
         cotangents: Mapping[int, Tensor],
         inner: Mapping[int, Tensor],
         num_examples: int,
+        memory_limit: int | None = None,
     ) -> None:
         if not call.untouched:
             raise UnsupportedModuleError(
@@ -48,6 +51,7 @@ class Replay:
         self.call = call
         self.params = {name: value.detach() for name, value in params.items()}
         self.num_examples = num_examples
+        self.memory_limit = memory_limit
         self.cotangents = self._by_batch(cotangents) or self._by_batch(inner)
         self._buffers = dict(call.module.named_buffers())
 
@@ -85,7 +89,9 @@ class Replay:
             (grads,) = pull([x.unsqueeze(0) for x in cotangents])
             return dict(grads)
 
-        mapped = torch.func.vmap(one, in_dims=(slots, 0), randomness="error")
+        row_bytes = sum(value.numel() * value.element_size() for value in chosen.values())
+        chunk = rows_within(self.memory_limit, max(1, row_bytes), self.num_examples)
+        mapped = torch.func.vmap(one, in_dims=(slots, 0), randomness="error", chunk_size=chunk)
         with self._surroundings().restored():
             grads = mapped(self.call.leaves, list(self.cotangents.values()))
         return {name: grad.reshape(self.num_examples, -1) for name, grad in grads.items()}

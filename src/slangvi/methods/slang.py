@@ -240,7 +240,7 @@ def build(
         temperature: the likelihood is weighed by 1/temperature.
         model: the module behind `log_likelihood`, so that the factored engine can see its layers.
         engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
-        verify: let the factored engine check two examples of every new pattern of calls.
+        verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
         memory_limit: bytes the dense engine's rows may take.
 
     Returns:
@@ -328,7 +328,9 @@ class SLANG(VariationalOptimizer[State, Info]):
             Hugging Face's `gradient_accumulation_steps`); 1 when it does not divide.
         curvature: "ef", the empirical Fisher of the paper.
         engine: "factored", or "dense" to form all per-example gradients (slow; for comparison).
-        verify: check two examples of every new pattern of calls against the definition.
+        verify: check examples against the definition of their gradient, ever more rarely.
+        memory_limit: bytes of formed gradients: kept for one parameter, and in the making when a module is called
+            again; None leaves it to fixed defaults.
         generator: source of randomness, on the parameters' device; None uses torch's global one.
 
     Example:
@@ -363,6 +365,7 @@ class SLANG(VariationalOptimizer[State, Info]):
         curvature: str = "ef",
         engine: Engine = "factored",
         verify: bool = True,
+        memory_limit: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         self.rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
@@ -375,6 +378,7 @@ class SLANG(VariationalOptimizer[State, Info]):
             accumulation_steps=accumulation_steps,
             engine=engine,
             verify=verify,
+            memory_limit=memory_limit,
         )
         defaults = {
             "lr": lr,
