@@ -20,8 +20,9 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["LowRankPrecision", "factorize", "matmul"]
 
-# Columns of U converted to float64 at once: what a CPU's cache holds, or few enough launches on a GPU.
-_GRAM_BLOCK = {True: 1 << 14, False: 1 << 22}
+# Columns of U converted to float64 at once. Measured on a CPU: thin blocks of many rows stay in its cache, few rows are
+# better taken together.
+_GRAM_BLOCK = {"few rows": 1 << 20, "many rows": 1 << 14}
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,8 @@ def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:
 def gram_float64(rows: Tensor) -> Tensor:
     """Rows times their transpose, (..., K, P) → (..., K, K), accumulated in float64 over blocks of columns."""
     total: Tensor | None = None
-    for block in rows.split(_GRAM_BLOCK[rows.device.type == "cpu"], dim=-1):
+    thin = rows.device.type == "cpu" and rows.shape[-2] > 16
+    for block in rows.split(_GRAM_BLOCK["many rows" if thin else "few rows"], dim=-1):
         double = block.to(torch.float64)
         part = double @ double.mT
         total = part if total is None else total + part
