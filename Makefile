@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types unit docs clean
+.PHONY: help demo test lint format types unit bench docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -53,6 +53,11 @@ types: $(STAMP) ## mypy --strict on src
 unit: $(STAMP) ## tests and doctests, two workers, coverage of src must reach 95 %
 	@echo "--> pytest"
 	@$(BIN)/python -m pytest -q -n 2 -m "not slow" --cov --cov-report=term --cov-fail-under=95 $(PYTEST_ARGS)
+
+bench: $(STAMP) ## time a step against Adam and IVON
+	@echo "--> benchmarks/step.py"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps ivon-opt
+	@$(BIN)/python benchmarks/step.py --out benchmarks/results/step-cpu.json
 
 docs: $(STAMP) ## build the documentation, warnings are errors
 	@echo "--> sphinx"
