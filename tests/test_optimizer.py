@@ -567,6 +567,19 @@ def test_grad_scaler_scales_nothing_twice():
         scaler.step(scaled)
 
 
+def test_a_failed_step_leaves_no_scale_behind():
+    model, x, y = model_and_data(dtype=torch.float32)
+    opt = make(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with opt.sampled_params(train=True):
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+    opt.discard_gradients()
+    with pytest.raises(RuntimeError, match="found no gradients"):
+        scaler.step(opt)
+    assert not hasattr(opt, "grad_scale")
+    assert not hasattr(opt, "found_inf")
+
+
 def test_grad_scaler_skips_a_step_that_overflowed():
     model, x, y = model_and_data(dtype=torch.float32)
     opt = make(model)

@@ -201,12 +201,22 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         """
         if self._sampling:
             raise RuntimeError("step() was called inside sampled_params. Leave the block first.")
-        losses = self._run(closure) if closure is not None else []
-        rows, self._rows = self._rows, []
-        self._capture.forget_inputs()
-        scale, skip = self._amplification()
-        if skip:
-            return _mean(losses)
+        try:
+            losses = self._run(closure) if closure is not None else []
+            rows, self._rows = self._rows, []
+            self._capture.forget_inputs()
+            scale, skip = self._amplification()
+            if not skip:
+                self._take([row.scaled(1.0 / scale) for row in rows], losses)
+        except BaseException:
+            # GradScaler takes these away only after a step that went well.
+            self.__dict__.pop("grad_scale", None)
+            self.__dict__.pop("found_inf", None)
+            raise
+        return _mean(losses)
+
+    def _take(self, rows: list[RowGroup], losses: list[Any]) -> None:
+        """The step itself: state and weights change together, at the end."""
         if not rows:
             raise RuntimeError(
                 "step() found no gradients. Run loss.backward() inside `with opt.sampled_params(train=True):`, or "
@@ -214,11 +224,11 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             )
         self._sync()
         self._warn_of_small_data(rows)
-        hyper = self._hyper
+        hyper, limit = self._hyper, self.settings.memory_limit
         with self._exact():
-            groups = [row.scaled(1.0 / scale) for row in rows]
-            limit = FORM_BYTES if self.settings.memory_limit is None else self.settings.memory_limit
-            gradients = FactoredGradients(self._spec, groups, self.rank, self._state.loc, limit)
+            gradients = FactoredGradients(
+                self._spec, rows, self.rank, self._state.loc, FORM_BYTES if limit is None else limit
+            )
             state, info = self._advance(
                 self._state, gradients, hyper.prior(), hyper.lr(), hyper.precision_lr(), hyper.momentum()
             )
@@ -226,7 +236,6 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             info = replace(info, expected_log_likelihood=self._log_likelihood(losses, gradients))  # type: ignore[type-var]
         self._state, self.info = state, info
         self._mirror.write(state.loc)
-        return _mean(losses)
 
     def discard_gradients(self) -> None:
         """Forget gradients collected since the last step, e.g. after skipping a batch half way."""
@@ -388,16 +397,13 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
 
     def _amplification(self) -> tuple[float, bool]:
         """GradScaler's factor, and whether it found Inf, in which case a step is skipped as by every optimizer."""
-        given = self.__dict__.pop("grad_scale", 1.0)
+        given = self.__dict__.get("grad_scale", 1.0)
         if given is None:
             raise RuntimeError(
                 "scaler.unscale_(opt) divides p.grad only, not the per-example gradients. "
                 "Call scaler.step(opt) without it."
             )
-        skip = bool(self.__dict__.get("found_inf", 0.0))
-        if "found_inf" in self.__dict__:
-            self.grad_scale = given  # GradScaler takes both away again itself
-        return float(given), skip
+        return float(given), bool(self.__dict__.get("found_inf", 0.0))
 
     def _exact(self) -> torch.autocast:
         """Full precision for the state's own arithmetic, whatever autocast the caller is in."""
@@ -411,7 +417,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 f"a batch of {largest} examples is larger than num_data={self.settings.num_data}. num_data is the size "
                 "of the training set; the posterior is as wide as it says.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _log_likelihood(self, losses: list[Any], gradients: GradientOperator) -> float:

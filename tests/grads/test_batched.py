@@ -124,3 +124,73 @@ def test_a_model_vmap_cannot_follow_goes_draw_by_draw():
             state, _ = method.update(state, batch, generator=generator)
         states.append(state)
     torch.testing.assert_close(states[0].loc, states[1].loc, rtol=1e-9, atol=1e-10)
+
+
+def gaussian_data():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return model, torch.randn(6, 3).double(), torch.randn(6, 1).double()
+
+
+def test_a_penalty_that_grows_in_later_is_found_out():
+    model, x, y = gaussian_data()
+    weight = [0.0]
+
+    def log_likelihood(params, batch):
+        penalty = weight[0] * params["0.weight"].square().sum()
+        return slangvi.Gaussian().of(model)(params, batch) - penalty
+
+    vi = slangvi.slang.build(log_likelihood, num_data=9, rank=1, lr=0.01, mc_samples=2, model=model)
+    state, generator = vi.init(dict(model.named_parameters())), torch.Generator().manual_seed(0)
+
+    def steps(count):
+        nonlocal state
+        for _ in range(count):
+            state, _ = vi.update(state, (x, y), generator=generator)
+
+    steps(3)
+    weight[0] = 1.0
+    with pytest.raises(slangvi.UnsupportedModuleError, match=r"'0.weight'"):
+        steps(2)
+
+
+def test_batches_may_hold_anything_and_layers_may_be_called_by_keyword():
+    class ByKeyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    torch.manual_seed(0)
+    model = ByKeyword().double()
+    batch = {"x": torch.randn(4, 3).double(), "y": torch.randn(4, 1).double(), "ids": {1, 2}, "note": None}
+
+    def log_likelihood(params, batch):
+        outputs = torch.func.functional_call(model, dict(params), (batch["x"],))
+        return slangvi.Gaussian().log_prob(outputs, batch["y"])
+
+    states = []
+    for engine in ("factored", "dense"):
+        vi = slangvi.slang.build(log_likelihood, num_data=9, rank=1, lr=0.1, mc_samples=2, model=model, engine=engine)
+        state, generator = vi.init(dict(model.named_parameters())), torch.Generator().manual_seed(0)
+        for _ in range(3):
+            state, _ = vi.update(state, batch, generator=generator)
+        states.append(state)
+    torch.testing.assert_close(states[0].loc, states[1].loc, rtol=1e-9, atol=1e-10)
+
+
+def test_a_pass_that_fails_later_goes_draw_by_draw(monkeypatch):
+    model, x, y = gaussian_data()
+    vi = slangvi.slang.build(slangvi.Gaussian().of(model), num_data=9, rank=1, lr=0.1, mc_samples=2, model=model)
+    state = vi.init(dict(model.named_parameters()))
+    for _ in range(2):
+        state, _ = vi.update(state, (x, y))
+
+    def broken(self, *arguments):
+        raise IndexError("another path")
+
+    monkeypatch.setattr(BatchedPass, "gather", broken)
+    state, _ = vi.update(state, (x, y))
+    assert state.step == 3

@@ -614,3 +614,69 @@ def test_buffers_are_left_alone_by_replays():
     case.model.calls.zero_()
     torch.testing.assert_close(rows_of(captured(case)), truth)
     assert case.model.calls == 1
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_the_caller_may_change_one_of_several_outputs_in_place(verify):
+    torch.manual_seed(0)
+    case = Case(TwoOutputs(), (torch.randn(5, 4),), lambda out: squares(out[0]) + squares(out[1])).double()
+
+    def losses(out):
+        first, second = out
+        return squares(first.relu_()) + squares(second)
+
+    case.losses = losses
+    truth = loop_gradients(case)
+    torch.testing.assert_close(rows_of(captured(case, verify=verify)), truth, rtol=1e-10, atol=1e-10)
+
+
+def test_sparse_inputs_are_accepted():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x, graph):
+            return self.layer(torch.sparse.mm(graph, x))
+
+    torch.manual_seed(0)
+    case = Case(Mixed().double(), (torch.randn(5, 4).double(), torch.eye(5).double().to_sparse()), squares)
+    truth = loop_gradients(case)
+    torch.testing.assert_close(rows_of(captured(case)), truth, rtol=1e-10, atol=1e-10)
+
+
+def test_a_parameter_used_in_the_loss_only_is_named():
+    case = build("mlp")
+    case.model.register_parameter("noise", nn.Parameter(torch.zeros((), dtype=torch.float64)))
+    case.losses = lambda out: squares(out) * case.model.noise.exp() - case.model.noise
+    with pytest.raises(UnsupportedModuleError, match=r"'noise'.*move it into forward"):
+        captured(case)
+
+
+def test_rows_that_cancel_in_the_sum_are_no_error():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    x = torch.randn(8, 4)
+    signs = torch.cat([torch.ones(8, 1), -torch.ones(8, 1)])
+    case = Case(model, (torch.cat([x, x]),), lambda out: (out * signs).sum(1), 16)
+    truth = loop_gradients(case)
+    rows = rows_of(captured(case, dtype=torch.float32)).double()
+    assert float((rows - truth).norm() / truth.norm()) < 1e-5
+
+
+def test_copies_of_data_do_not_pile_up_without_steps():
+    case = build("mlp")
+    capture = GradientCapture(case.model, ParamSpec.of_module(case.model), torch.float64)
+
+    def failing():
+        with capture.recording():
+            case.model(torch.randn(5, 4).double())
+            raise RuntimeError("mine")
+
+    for _ in range(5):
+        with capture.recording():
+            case.model(torch.randn(5, 4).double())
+        capture.collect(dict(case.model.named_parameters()))
+        with pytest.raises(RuntimeError, match="mine"):
+            failing()
+    assert not capture._snapshots

@@ -99,3 +99,9 @@ def test_a_start_orthogonal_to_the_leading_pair_hides_nothing():
     K = matrix(200, 1.0) * 1e-3 + ones @ ones.T
     found, exact = leading_eigenpairs(K, 3, 1e-6, 3), leading_eigenpairs(K, 3)
     torch.testing.assert_close(found.values, exact.values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("new", [1.01, 1.5, 20.0])
+def test_an_old_factor_of_exact_eigenvectors_does_not_hide_what_is_new(new):
+    K = torch.diag(torch.tensor([1.0] * 8 + [0.0] * 247 + [new], dtype=torch.float64))
+    assert float(leading_eigenpairs(K, 8, 1e-6, start=8).values[0]) == pytest.approx(new, rel=1e-6)

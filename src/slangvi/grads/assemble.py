@@ -63,6 +63,7 @@ class Assembler:
         self._seen: dict[Signature, int] = {}
         self._probe_source = torch.Generator().manual_seed(0)
         self.rules_sufficed = False  # whether the last pass needed nothing but rules
+        self.check_next = False  # ask for a check of the next pass out of turn
         self._held_in: dict[str, dict[str, str]] = {}
 
     def assemble(self, backward: Backward, values: Params, num_examples: int | None = None) -> RowGroup:
@@ -89,7 +90,8 @@ class Assembler:
             return False
         signature = _signature(backward, count)
         seen = self._seen.get(signature, 0) + 1
-        due = seen & (seen - 1) == 0
+        due = self.check_next or seen & (seen - 1) == 0
+        self.check_next = False
         if due and not all(bool(torch.isfinite(total).all()) for total in backward.totals.values()):
             return False  # NaN proves nothing; the step will refuse it, and the next pass is checked
         if len(self._seen) > _MOST_PATTERNS:
@@ -126,14 +128,18 @@ class Assembler:
             raise UnsupportedModuleError(
                 f"the gradient of parameter(s) {_short(left)} does not come from the calls of the model alone, so it "
                 "cannot be told apart by example. Usual causes: a penalty on the weights in the loss (the prior is "
-                "prior_precision), a gradient penalty, backward(inputs=...), a module whose buffers change in forward. "
-                "Remove it, or pass verify=False to go on with what was captured."
+                "prior_precision), a gradient penalty, a parameter used in the loss only (move it into forward), "
+                "backward(inputs=...), a module whose buffers change in forward. Remove it, or pass verify=False to go on "
+                "with what was captured."
             )
         return better
 
     def _off(self, blocks: Mapping[str, Block], totals: Mapping[str, Tensor], backward: Backward) -> list[str]:
+        """Names whose rows do not add up; rounding is relative to the rows, which may cancel in the sum."""
         expected = {name: totals[name] for name in blocks}
-        return _disagreeing({name: block.sum() for name, block in blocks.items()}, expected, _tolerance(backward))
+        sums = {name: block.sum() for name, block in blocks.items()}
+        sizes = {name: (block.num_rows * block.square_sum().double().sum()).sqrt() for name, block in blocks.items()}
+        return _disagreeing(sums, expected, _tolerance(backward), sizes)
 
     def _blocks(self, backward: Backward, values: Params, count: int, distrusted: frozenset[str]) -> dict[str, Block]:
         wanted = [name for name in backward.totals if name in self.spec.slices]
@@ -333,8 +339,16 @@ def _tolerance(backward: Backward) -> float:
     return max((call_tolerance(call, dtypes) for call in backward.cotangents), default=1e-7)
 
 
-def _disagreeing(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], tolerance: float) -> list[str]:
-    """Names whose values differ by more than the tolerance, relative to their size and a little of everything's."""
+def _disagreeing(
+    found: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    tolerance: float,
+    sizes: Mapping[str, Tensor] | None = None,
+) -> list[str]:
+    """Names whose values differ by more than the tolerance, relative to their size and a little of everything's.
+
+    `sizes` are those of terms that were added up, where they may be larger than their sum.
+    """
     if not truth:
         return []
     norms = torch.stack([value.double().norm() for value in truth.values()])
@@ -346,7 +360,10 @@ def _disagreeing(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], toler
             for name, value in truth.items()
         ]
     )
-    fine = gaps <= tolerance * (norms + 1e-2 * norms.norm())
+    slack = norms + 1e-2 * norms.norm()
+    if sizes is not None:
+        slack = slack + 1e-2 * torch.stack([sizes[name] for name in truth])
+    fine = gaps <= tolerance * slack
     return [name for name, ok in zip(truth, fine.tolist(), strict=True) if not ok]
 
 

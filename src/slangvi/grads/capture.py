@@ -84,6 +84,7 @@ class GradientCapture:
             yield
         except BaseException:
             self._backwards.clear()
+            self.forget_inputs()
             raise
         finally:
             self.active = False
@@ -101,6 +102,8 @@ class GradientCapture:
             passes[-1].totals, passes[-1].accumulated = dict(totals), True
         # torch.autograd.grad passes through the same hooks, but is no training signal: it leaves p.grad alone.
         reached = _merged([backward for backward in passes if backward.accumulated and backward.totals])
+        if not reached:
+            self.forget_inputs()
         for backward in reached:
             if not backward.cotangents or any(call.recomputed for call in backward.cotangents):
                 raise UnsupportedModuleError(
@@ -128,6 +131,8 @@ class GradientCapture:
         """
         if not isinstance(value, Tensor) or not value.is_leaf:
             return value
+        if value.layout is not torch.strided or value.is_nested:
+            return value.detach().clone()
         key = (value.data_ptr(), value._version)
         original, copy = self._snapshots.get(key, (None, None))
         known = original is not None and copy is not None and _same_view(original, value)
@@ -160,13 +165,25 @@ class GradientCapture:
         for k in tracked:
             if not alone:
                 leaves[k].register_hook(partial(_store_cotangent, weakref.ref(self), call, k, True))
-                leaves[k] = leaves[k].view_as(leaves[k])
+                leaves[k] = _Alias.apply(leaves[k])  # type: ignore[no-untyped-call]
             leaves[k].register_hook(partial(_store_cotangent, weakref.ref(self), call, k, False))
         return output if alone else tree_unflatten(leaves, structure)
 
     def current_backward(self) -> Backward:
         """The record of the backward pass that is running."""
         return self._backwards.setdefault(torch._C._current_graph_task_id(), Backward())
+
+
+class _Alias(torch.autograd.Function):
+    """The same tensor as another node of the graph, and no view: the caller may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 class _Hook:

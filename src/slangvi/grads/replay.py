@@ -113,8 +113,15 @@ class Replay:
             outputs = self._outputs(chosen, self.call.leaves)
 
         def pull(cotangents: list[Tensor]) -> dict[str, Tensor]:
+            pairs = [(out, grad) for out, grad in zip(outputs, cotangents, strict=True) if out.requires_grad]
+            if not pairs:
+                return {name: torch.zeros_like(value) for name, value in chosen.items()}
             grads = torch.autograd.grad(
-                outputs, list(chosen.values()), cotangents, retain_graph=True, allow_unused=True
+                [out for out, _ in pairs],
+                list(chosen.values()),
+                [grad for _, grad in pairs],
+                retain_graph=True,
+                allow_unused=True,
             )
             filled = (torch.zeros_like(v) if g is None else g for v, g in zip(chosen.values(), grads, strict=True))
             return dict(zip(chosen, filled, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,7 @@ def factored_gatherer(log_likelihood: LogLikelihood, model: nn.Module | None, ra
     captures: dict[tuple[ParamSpec, torch.dtype], GradientCapture] = {}
     # Batches of these shapes were once captured draw by draw, checked, and found to need nothing but rules.
     simple: dict[tuple[ParamSpec, object], BatchedPass] = {}
+    uses: Counter[tuple[ParamSpec, object]] = Counter()
 
     dtypes = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
 
@@ -67,12 +69,20 @@ def factored_gatherer(log_likelihood: LogLikelihood, model: nn.Module | None, ra
     def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
         count = batch_size(batch)
         kind = (spec, _shapes_of(batch, model))
-        if kind in simple:
-            group, table = simple[kind].gather(thetas, batch)
-            for row in table:
-                _checked(row, count)
-            return FactoredGradients(spec, [group], rank, thetas), float(table.mean())
+        uses[kind] += 1
+        recheck = kind in simple and uses[kind] & (uses[kind] - 1) == 0
+        if kind in simple and not recheck:
+            try:
+                group, table = simple[kind].gather(thetas, batch)
+            except Exception:  # another path through the model: draw by draw says what is wrong, if anything
+                recheck = True
+            else:
+                for row in table:
+                    _checked(row, count)
+                return FactoredGradients(spec, [group], rank, thetas), float(table.mean())
+        simple.pop(kind, None)
         capture, groups, values = capture_for(spec, thetas.dtype), [], []
+        capture.assembler.check_next = recheck
         for theta in thetas:
             params = {
                 name: value.detach().to(dtypes[name]).requires_grad_() for name, value in spec.unflatten(theta).items()
@@ -107,7 +117,11 @@ def factored_gatherer(log_likelihood: LogLikelihood, model: nn.Module | None, ra
 def _shapes_of(batch: Any, model: nn.Module) -> object:
     """What decides which layers are called with which shapes: the batch's structure, and train or eval mode."""
     leaves, structure = tree_flatten(batch)
-    shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    plain = (int, float, bool, str, bytes, type(None))
+    shapes = tuple(
+        (x.shape, x.dtype) if isinstance(x, Tensor) else x if isinstance(x, plain) else type(x).__qualname__
+        for x in leaves
+    )
     return str(structure), shapes, tuple(module.training for module in model.modules())
 
 
@@ -117,7 +131,7 @@ def _agrees(fast: BatchedPass, thetas: Tensor, batch: Any, groups: list[RowGroup
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vmap speaks of slow batching rules
             group, _ = fast.gather(thetas, batch)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+    except Exception:
         return False  # vmap cannot follow this model; draw by draw it is
     expected: dict[str, Tensor] = {}
     for part in groups:
