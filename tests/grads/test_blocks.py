@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slangvi.grads import blocks
+from slangvi.grads import FactoredGradients, RowGroup, blocks
 from slangvi.grads.blocks import Block, Formed, Outer, Rows, add, cheapest, stack
+from slangvi.types import ParamSpec
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -160,8 +161,34 @@ def test_draws_that_saw_the_same_inputs_share_them():
     assert_products(stack([shared, other]), torch.cat([shared.form(), other.form()]))
 
 
-@pytest.mark.parametrize("size", [1, 5, 8])
-def test_half_computed_squares_are_whole(size, monkeypatch):
-    monkeypatch.setattr(blocks, "_HALVE_FROM", 2)
-    x = randn(2, size, 3)
-    torch.testing.assert_close(blocks._outer_square(x), x @ x.mT)
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0, 3.0, 1.0, 1.5]])
+@pytest.mark.parametrize("scales", [(2.0, 2.0), (2.0, 3.0)], ids=["one scale", "two scales"])
+def test_a_bias_shares_the_product_of_its_weight(scales, weights):
+    """Two draws on one batch: weight and bias hold the same δ, also after stacking; scales are worked in either way."""
+    torch.manual_seed(0)
+    spec = ParamSpec(tuple("wbvus"), tuple(map(torch.Size, ((3, 2), (3,), (3, 4), (2,), (3,)))))
+    inputs, others = randn(4, 1, 1, 2), randn(4, 1, 1, 4)
+    groups, dense = [], []
+    for scale in scales:
+        left = randn(4, 1, 1, 3)
+        parts = {
+            "w": Outer(left, inputs),
+            "b": Formed(left.view(4, 3)),
+            "v": Outer(left, others),
+            "u": Formed(randn(4, 2)),
+            "s": Formed(left.view(4, 3)),
+        }
+        groups.append(RowGroup(4, parts, {}).scaled(scale))
+        dense.append(scale * torch.cat([part.form() for part in parts.values()], dim=1))
+    truth, operator = torch.cat(dense), FactoredGradients(spec, groups, rank=1, like=inputs, form_bytes=0)
+    column = torch.ones(spec.num_params).double() if weights is None else spec.expand(weights, truth)
+    given = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    torch.testing.assert_close(operator.gram(given), (truth * column) @ truth.T)
+    torch.testing.assert_close(operator.form(), truth)
+    torch.testing.assert_close(operator.sum(), truth.sum(0))
+    torch.testing.assert_close(operator.square_sum(), truth.square().sum(0))
+    C, W = randn(3, spec.num_params), randn(8, 2)
+    torch.testing.assert_close(operator.mm(C), truth @ C.T)
+    torch.testing.assert_close(operator.t_mm(W), W.T @ truth)
+    if len(set(scales)) == 1:
+        assert operator.blocks["w"].left.data_ptr() == operator.blocks["b"].rows.data_ptr()

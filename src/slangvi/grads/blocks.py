@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Block", "Formed", "Outer", "Rows", "add", "cheapest", "stack"]
+__all__ = ["Block", "Formed", "Memo", "Outer", "Rows", "add", "cheapest", "stack"]
 
 # Largest temporary a chunked product may take, and largest tensor of formed gradients kept for one parameter.
 CHUNK_BYTES = 1 << 26
 FORM_BYTES = 1 << 28
-_HALVE_FROM = 400
 
 
 class Block(ABC):
@@ -167,10 +166,7 @@ class Outer(Block):
         """Σ_g Σ_tt' (δ_rt·δ_r't')(a_rt·a_r't'), (R, R)."""
         R, G, T, _, _ = self.sizes
         if T == 1:
-            left, right = _by_group(self.left), _by_group(self.right)
-            product: Tensor = _outer_square(left).unflatten(1, (self.copies, -1)).unflatten(-1, (self.copies, -1))
-            product *= _outer_square(right).unflatten(1, (1, -1)).unflatten(-1, (1, -1))
-            return product.sum(0).reshape(R, R) if G > 1 else product.view(R, R)
+            return self.gram_with(self.inputs_gram())
         whole = self._unshared()
         left, right = _by_group(whole.left), _by_group(whole.right)
         strips = [
@@ -180,6 +176,23 @@ class Outer(Block):
             for piece in whole._split(2 * G * T * R * T)
         ]
         return torch.cat(strips)
+
+    @property
+    def simple(self) -> bool:
+        """One group and one position: the Gram is δδᵀ ∘ aaᵀ."""
+        return self.left.shape[1] == self.left.shape[2] == 1
+
+    def inputs_gram(self) -> Tensor:
+        """With one position: aaᵀ in each group, (G, R/S, R/S)."""
+        right = _by_group(self.right)
+        return right @ right.mT
+
+    def gram_with(self, inputs: Tensor) -> Tensor:
+        """With one position: Σ_g δδᵀ ∘ inputs, the latter repeated for draws that share them, (R, R)."""
+        R, left = self.num_rows, _by_group(self.left)
+        product: Tensor = (left @ left.mT).unflatten(1, (self.copies, -1)).unflatten(-1, (self.copies, -1))
+        product *= inputs.unflatten(1, (1, -1)).unflatten(-1, (1, -1))
+        return product.sum(0).reshape(R, R)
 
     def mm(self, rows: Tensor) -> Tensor:
         """Σ_t δ_rtᵀ C_k a_rt, as one product C_k a for many k and one contraction with δ, (R, K)."""
@@ -227,20 +240,6 @@ class Outer(Block):
         rows = max(1, CHUNK_BYTES // per_row)
         pairs = zip(self.left.split(rows), self.right.split(rows), strict=True)
         return [Outer(left, right) for left, right in pairs]
-
-
-def _outer_square(x: Tensor) -> Tensor:
-    """X Xᵀ for X (G, n, k); on a CPU the upper half is copied from the lower instead of computed."""
-    size = x.shape[1]
-    if x.device.type != "cpu" or size < _HALVE_FROM:
-        return x @ x.mT
-    half = size // 2
-    result = x.new_empty(x.shape[0], size, size)
-    result[:, :half, :half] = _outer_square(x[:, :half])
-    result[:, half:, half:] = _outer_square(x[:, half:])
-    result[:, half:, :half] = x[:, half:] @ x[:, :half].mT
-    result[:, :half, half:] = result[:, half:, :half].mT
-    return result
 
 
 def _by_group(x: Tensor) -> Tensor:
@@ -346,8 +345,13 @@ def _add_two(a: Block, b: Block) -> Block:
     return Formed(a.form() + b.form())
 
 
-def stack(blocks: Sequence[Block]) -> Block:
+# What was already put together, by the addresses of the parts: tensors that shared memory share it again.
+Memo = dict[tuple[tuple[int, int], ...], Tensor]
+
+
+def stack(blocks: Sequence[Block], memo: Memo | None = None) -> Block:
     """Rows of different examples or samples, one below the other."""
+    memo = {} if memo is None else memo
     if len(blocks) == 1:
         return blocks[0]
     if all(isinstance(block, Rows) for block in blocks):
@@ -358,17 +362,27 @@ def stack(blocks: Sequence[Block]) -> Block:
         return replace(tables[0], index=index, values=torch.cat(values))
     outers = [block for block in blocks if isinstance(block, Outer)]
     if len(outers) == len(blocks) and all(_alike(outers[0], block) for block in outers):
-        return _stack_outers(outers)
-    return Formed(torch.cat([block.form() for block in blocks]))
+        return _stack_outers(outers, memo)
+    return Formed(_joined([block.form() for block in blocks], memo))
 
 
-def _stack_outers(blocks: list[Outer]) -> Outer:
+def _joined(parts: list[Tensor], memo: Memo) -> Tensor:
+    """Parts (r, ...) one below the other, or what they were joined to before."""
+    key = tuple((part.data_ptr(), part.numel()) for part in parts)
+    if key not in memo:
+        memo[key] = torch.cat([part.reshape(part.shape[0], -1) for part in parts])
+    return memo[key].view(-1, *parts[0].shape[1:])
+
+
+def _stack_outers(blocks: list[Outer], memo: Memo) -> Outer:
     first = blocks[0].right
     if all(_same_memory(first, block.right) for block in blocks):
-        return Outer(torch.cat([block.left for block in blocks]), first)
+        return Outer(_joined([block.left for block in blocks], memo), first)
     blocks = [block._unshared() for block in blocks]
     # Zero positions contribute nothing, so sequences of different length can share one tensor.
     length = max(block.left.shape[2] for block in blocks)
+    if length == 1:
+        return Outer(*(_joined(side, memo) for side in ([b.left for b in blocks], [b.right for b in blocks])))
     left = torch.cat([F.pad(block.left, (0, 0, 0, length - block.left.shape[2])) for block in blocks])
     right = torch.cat([F.pad(block.right, (0, 0, 0, length - block.right.shape[2])) for block in blocks])
     return Outer(left, right)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from slangvi.grads.blocks import FORM_BYTES, Block, cheapest, stack
+from slangvi.grads.blocks import FORM_BYTES, Block, Formed, Memo, Outer, cheapest, stack
 from slangvi.types import ParamSpec
 
 __all__ = ["FactoredGradients", "RowGroup"]
@@ -22,18 +22,23 @@ class RowGroup:
         blocks: canonical parameter name → its gradients; a parameter that is not listed has zero gradient.
         totals: canonical parameter name → Σ_r g_r as autograd computed it, same shape as the parameter; may be empty
             for all groups, the blocks are then summed.
+        scale: what all of them are to be multiplied by.
     """
 
     num_rows: int
     blocks: Mapping[str, Block]
     totals: Mapping[str, Tensor]
+    scale: float = 1.0
 
     def scaled(self, factor: float) -> RowGroup:
-        """Every gradient times a number."""
-        if factor == 1.0:
-            return self
-        blocks = {name: block.scaled(factor) for name, block in self.blocks.items()}
-        return RowGroup(self.num_rows, blocks, {name: total * factor for name, total in self.totals.items()})
+        """Every gradient times a number; nothing is computed yet."""
+        return replace(self, scale=self.scale * factor)
+
+    def applied(self) -> RowGroup:
+        """The same with the scale worked in."""
+        blocks = {name: block.scaled(self.scale) for name, block in self.blocks.items()}
+        totals = {name: total * self.scale for name, total in self.totals.items()}
+        return RowGroup(self.num_rows, blocks, totals)
 
 
 class FactoredGradients:
@@ -58,10 +63,16 @@ class FactoredGradients:
         self.spec = spec
         self.like = like
         self._num_rows = sum(group.num_rows for group in groups)
+        scales = {group.scale for group in groups}
+        # One scale for all rows goes to the results, which are small; different ones must go to the rows.
+        self._scale = scales.pop() if len(scales) == 1 else 1.0
+        if scales:
+            groups = [group.applied() for group in groups]
+        memo: Memo = {}
         self.blocks = {
             name: cheapest(block, rank, form_bytes)
             for name in spec.names
-            if (block := _stack_named(name, groups, self._num_rows)) is not None
+            if (block := _stack_named(name, groups, memo)) is not None
         }
         self._totals = _sum_totals(groups)
 
@@ -76,47 +87,68 @@ class FactoredGradients:
         for name, block in self.blocks.items():
             total = self._totals.get(name)
             flat[self.spec.slices[name]] = block.sum() if total is None else total.flatten().to(flat.dtype)
-        return flat
+        return flat.mul_(self._scale)
 
     def square_sum(self) -> Tensor:
         """Σ_r g_r ∘ g_r, (P,)."""
         flat = self.like.new_zeros(self.spec.num_params)
         for name, block in self.blocks.items():
             flat[self.spec.slices[name]] = block.square_sum()
-        return flat
+        return flat.mul_(self._scale**2)
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
         """G diag(w) Gᵀ, (R, R)."""
         result = self.like.new_zeros(self._num_rows, self._num_rows)
-        place = {name: k for k, name in enumerate(self.spec.names)}
+        shares = {name: 1.0 if weights is None else weights[k] for k, name in enumerate(self.spec.names)}
+        # δδᵀ ∘ aaᵀ for a weight, δδᵀ for its bias: blocks that hold the same δ take one product δδᵀ.
+        inputs: dict[tuple[int, int, int], tuple[Outer, Tensor]] = {}
         for name, block in self.blocks.items():
-            gram = block.gram()
-            result += gram if weights is None else gram * weights[place[name]]
-        return result
+            if isinstance(block, Outer) and block.simple:
+                kept = inputs.get(_place(block.left))
+                part = block.inputs_gram() * shares[name]
+                if kept is not None and kept[1].shape == part.shape:
+                    part = part + kept[1]
+                elif kept is not None:
+                    result += kept[0].gram_with(kept[1])
+                inputs[_place(block.left)] = (block, part)
+        for name, block in self.blocks.items():
+            if isinstance(block, Formed) and _place(block.rows) in inputs:
+                owner, part = inputs[_place(block.rows)]
+                inputs[_place(block.rows)] = (owner, part + shares[name])
+            elif not (isinstance(block, Outer) and block.simple):
+                result += block.gram() * shares[name]
+        for owner, part in inputs.values():
+            result += owner.gram_with(part)
+        return result.mul_(self._scale**2)
 
     def mm(self, rows: Tensor) -> Tensor:
         """G Cᵀ, (K, P) → (R, K)."""
         result = self.like.new_zeros(self._num_rows, rows.shape[0])
         for name, block in self.blocks.items():
             result += block.mm(rows[:, self.spec.slices[name]])
-        return result
+        return result.mul_(self._scale)
 
     def t_mm(self, weights: Tensor) -> Tensor:
         """Wᵀ G, (R, K) → (K, P)."""
         result = self.like.new_zeros(weights.shape[1], self.spec.num_params)
         for name, block in self.blocks.items():
             result[:, self.spec.slices[name]] = block.t_mm(weights)
-        return result
+        return result.mul_(self._scale)
 
     def form(self) -> Tensor:
         """G itself, (R, P); only for few parameters."""
         rows = self.like.new_zeros(self._num_rows, self.spec.num_params)
         for name, block in self.blocks.items():
             rows[:, self.spec.slices[name]] = block.form()
-        return rows
+        return rows.mul_(self._scale)
 
 
-def _stack_named(name: str, groups: Sequence[RowGroup], num_rows: int) -> Block | None:
+def _place(x: Tensor) -> tuple[int, int, int]:
+    """Where a (R, ...) tensor lies and how large it is: the same for views of one memory."""
+    return x.data_ptr(), x.shape[0], x.numel()
+
+
+def _stack_named(name: str, groups: Sequence[RowGroup], memo: Memo) -> Block | None:
     """All rows of one parameter; groups that did not use it count as zero rows."""
     parts, missing, seen = [], 0, 0
     for group in groups:
@@ -131,7 +163,7 @@ def _stack_named(name: str, groups: Sequence[RowGroup], num_rows: int) -> Block 
         return None
     if missing:
         parts[-1] = parts[-1].padded(0, missing)
-    return stack(parts)
+    return stack(parts, memo)
 
 
 def _sum_totals(groups: Sequence[RowGroup]) -> dict[str, Tensor]:

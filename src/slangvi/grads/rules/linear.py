@@ -15,4 +15,6 @@ def linear(module: nn.Linear, x: Tensor, delta: Tensor) -> dict[str, Block] | No
         return None
     left = delta.reshape(delta.shape[0], 1, -1, delta.shape[-1])
     right = x.reshape(x.shape[0], 1, -1, x.shape[-1])
-    return {"weight": Outer(left, right), "bias": Formed(left.sum((1, 2)))}
+    # With one position the bias has δ itself as gradient: the same memory, so that their Grams can share δδᵀ.
+    bias = left.reshape(left.shape[0], -1) if left.shape[2] == 1 else left.sum((1, 2))
+    return {"weight": Outer(left, right), "bias": Formed(bias)}
