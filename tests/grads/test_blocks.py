@@ -192,3 +192,17 @@ def test_a_bias_shares_the_product_of_its_weight(scales, weights):
     torch.testing.assert_close(operator.t_mm(W), W.T @ truth)
     if len(set(scales)) == 1:
         assert operator.blocks["w"].left.data_ptr() == operator.blocks["b"].rows.data_ptr()
+
+
+def test_stacks_of_many_temporary_parts_are_not_confused():
+    """Parts made on the way and freed again may give their addresses to the next parameter's parts."""
+    torch.manual_seed(0)
+    names = tuple("abcdefgh")
+    spec = ParamSpec(names, (torch.Size((3, 2)),) * len(names))
+    first = RowGroup(4, {name: outer(4) for name in names}, {})
+    second = RowGroup(4, {name: Formed(randn(4, 6)) for name in names}, {})
+    third = RowGroup(2, {}, {})
+    operator = FactoredGradients(spec, [third, first, second, third], rank=1, like=randn(1))
+    middle = [torch.cat([group.blocks[name].form() for group in (first, second)]) for name in names]
+    zeros = torch.zeros(2, 48, dtype=torch.float64)
+    torch.testing.assert_close(operator.form(), torch.cat([zeros, torch.cat(middle, dim=1), zeros]))

@@ -345,8 +345,9 @@ def _add_two(a: Block, b: Block) -> Block:
     return Formed(a.form() + b.form())
 
 
-# What was already put together, by the addresses of the parts: tensors that shared memory share it again.
-Memo = dict[tuple[tuple[int, int], ...], Tensor]
+# What was already put together, by the places of the parts: tensors that shared memory share it again. The parts are
+# held as well, since a place that is given up may be given to other numbers.
+Memo = dict[tuple[tuple[int, ...], ...], tuple[list[Tensor], Tensor]]
 
 
 def stack(blocks: Sequence[Block], memo: Memo | None = None) -> Block:
@@ -368,10 +369,16 @@ def stack(blocks: Sequence[Block], memo: Memo | None = None) -> Block:
 
 def _joined(parts: list[Tensor], memo: Memo) -> Tensor:
     """Parts (r, ...) one below the other, or what they were joined to before."""
-    key = tuple((part.data_ptr(), part.numel()) for part in parts)
+    key = tuple(place(part) for part in parts)
     if key not in memo:
-        memo[key] = torch.cat([part.reshape(part.shape[0], -1) for part in parts])
-    return memo[key].view(-1, *parts[0].shape[1:])
+        memo[key] = (parts, torch.cat([part.reshape(part.shape[0], -1) for part in parts]))
+    return memo[key][1].view(-1, *parts[0].shape[1:])
+
+
+def place(x: Tensor) -> tuple[int, ...]:
+    """What decides the numbers of a (R, ...) tensor seen as (R, p): where it lies, its sizes and its layout."""
+    layout = () if x.is_contiguous() else (*x.shape, *x.stride())
+    return x.data_ptr(), x.shape[0], x.numel(), *layout
 
 
 def _stack_outers(blocks: list[Outer], memo: Memo) -> Outer:

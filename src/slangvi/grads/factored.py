@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from slangvi.grads.blocks import FORM_BYTES, Block, Formed, Memo, Outer, cheapest, stack
+from slangvi.grads.blocks import FORM_BYTES, Block, Formed, Memo, Outer, cheapest, place, stack
 from slangvi.types import ParamSpec
 
 __all__ = ["FactoredGradients", "RowGroup"]
@@ -101,20 +101,20 @@ class FactoredGradients:
         result = self.like.new_zeros(self._num_rows, self._num_rows)
         shares = {name: 1.0 if weights is None else weights[k] for k, name in enumerate(self.spec.names)}
         # δδᵀ ∘ aaᵀ for a weight, δδᵀ for its bias: blocks that hold the same δ take one product δδᵀ.
-        inputs: dict[tuple[int, int, int], tuple[Outer, Tensor]] = {}
+        inputs: dict[tuple[int, ...], tuple[Outer, Tensor]] = {}
         for name, block in self.blocks.items():
             if isinstance(block, Outer) and block.simple:
-                kept = inputs.get(_place(block.left))
+                kept = inputs.get(place(block.left))
                 part = block.inputs_gram() * shares[name]
                 if kept is not None and kept[1].shape == part.shape:
                     part = part + kept[1]
                 elif kept is not None:
                     result += kept[0].gram_with(kept[1])
-                inputs[_place(block.left)] = (block, part)
+                inputs[place(block.left)] = (block, part)
         for name, block in self.blocks.items():
-            if isinstance(block, Formed) and _place(block.rows) in inputs:
-                owner, part = inputs[_place(block.rows)]
-                inputs[_place(block.rows)] = (owner, part + shares[name])
+            if isinstance(block, Formed) and place(block.rows) in inputs:
+                owner, part = inputs[place(block.rows)]
+                inputs[place(block.rows)] = (owner, part + shares[name])
             elif not (isinstance(block, Outer) and block.simple):
                 result += block.gram() * shares[name]
         for owner, part in inputs.values():
@@ -141,11 +141,6 @@ class FactoredGradients:
         for name, block in self.blocks.items():
             rows[:, self.spec.slices[name]] = block.form()
         return rows.mul_(self._scale)
-
-
-def _place(x: Tensor) -> tuple[int, int, int]:
-    """Where a (R, ...) tensor lies and how large it is: the same for views of one memory."""
-    return x.data_ptr(), x.shape[0], x.numel()
 
 
 def _stack_named(name: str, groups: Sequence[RowGroup], memo: Memo) -> Block | None:

@@ -51,7 +51,7 @@ class LowRankPrecision:
         """(UUᵀ + diag d)⁻¹ x = d^(−½)(x̃ − V (I + VᵀV)⁻¹ Vᵀ x̃), x̃ = d^(−½) x, for x of shape (..., P)."""
         root = self.diag.sqrt()
         white = rhs / root
-        return (white - self._lift(self._capacitance_solve(_contract(self.scaled, white)))) / root
+        return (white - _lift(self.scaled, self._capacitance_solve(_contract(self.scaled, white)))) / root
 
     def transform_noise(self, noise: Tensor) -> Tensor:
         r"""Turn standard normal noise into a zero-mean draw with covariance (UUᵀ + diag d)⁻¹.
@@ -66,7 +66,7 @@ class LowRankPrecision:
         """
         inner = _contract(self.scaled, noise)
         rooted = _InverseRoot.apply(self.gram, inner.to(torch.float64), *self.spectrum)  # type: ignore[no-untyped-call]
-        return (noise + self._lift(rooted.to(inner.dtype))) / self.diag.sqrt()
+        return (noise + _lift(self.scaled, rooted.to(inner.dtype))) / self.diag.sqrt()
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
@@ -106,12 +106,6 @@ class LowRankPrecision:
         """(I + VᵀV)⁻¹ y for y of shape (..., L)."""
         columns = inner.to(torch.float64).unsqueeze(-1)
         return torch.cholesky_solve(columns, self.cholesky).squeeze(-1).to(inner.dtype)
-
-    def _lift(self, inner: Tensor) -> Tensor:
-        """V y for y of shape (..., L)."""
-        if self.scaled.ndim == 2:
-            return inner @ self.scaled
-        return (inner.unsqueeze(-2) @ self.scaled).squeeze(-2)
 
 
 def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
@@ -175,9 +169,7 @@ def _turn(matrix: Tensor, vector: Tensor) -> Tensor:
 
 def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:
     """(UUᵀ + diag d) x without a factorisation; U by rows (..., L, P), x (..., P)."""
-    inner = _contract(factor, rhs)
-    low_rank = inner @ factor if factor.ndim == 2 else (inner.unsqueeze(-2) @ factor).squeeze(-2)
-    return diag * rhs + low_rank
+    return diag * rhs + _lift(factor, _contract(factor, rhs))
 
 
 def gram_float64(rows: Tensor) -> Tensor:
@@ -197,3 +189,10 @@ def _contract(rows: Tensor, vector: Tensor) -> Tensor:
     if rows.ndim == 2:
         return vector @ rows.mT
     return (rows @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _lift(rows: Tensor, inner: Tensor) -> Tensor:
+    """Rows (..., L, P) combined with the weights y (..., L) → (..., P)."""
+    if rows.ndim == 2:
+        return inner @ rows
+    return (inner.unsqueeze(-2) @ rows).squeeze(-2)
