@@ -53,7 +53,12 @@ class Categorical(Likelihood):
         check_labels(targets, outputs.shape[-1])
         if targets.shape != outputs.shape[:-1]:
             raise _shape_error(targets, tuple(outputs.shape[:-1]))
-        return -_sum_but_first(F.cross_entropy(outputs.movedim(-1, 1), targets.long(), reduction="none"))
+        labels, capturing = targets.long(), _capturing(targets)
+        # A label out of range would stop the device for good; NaN is found after the step.
+        index = labels.clamp(0, outputs.shape[-1] - 1) if capturing else labels
+        # Not cross_entropy, which under vmap falls apart into some forty small operations.
+        values = outputs.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return _sum_but_first(values.where(index == labels, torch.nan) if capturing else values)
 
     def predictive(self, outputs: Tensor) -> Tensor:
         """Softmax over the last dimension."""
@@ -75,6 +80,8 @@ class Bernoulli(Likelihood):
         values = targets.to(outputs.dtype)
         if _eager(values) and not bool(((values >= 0) & (values <= 1)).all()):
             raise ValueError("targets must lie in [0, 1], got values outside. Code the classes as 0 and 1.")
+        if _capturing(values):
+            values = values.where((values >= 0) & (values <= 1), torch.nan)
         return -_sum_but_first(F.binary_cross_entropy_with_logits(outputs, values, reduction="none"))
 
     def predictive(self, outputs: Tensor) -> Tensor:
@@ -139,8 +146,13 @@ def check_labels(targets: Tensor, num_classes: int) -> None:
 
 
 def _eager(values: Tensor) -> bool:
-    """Values can be looked at: not inside torch.func transforms, where a check would branch on a batch."""
-    return not torch._C._functorch.is_functorch_wrapped_tensor(values)
+    """Values can be looked at: not inside torch.func transforms or a graph capture, where a check cannot branch."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(values) and not _capturing(values)
+
+
+def _capturing(values: Tensor) -> bool:
+    """Whether operations are being written down for a CUDA graph."""
+    return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _sum_but_first(values: Tensor) -> Tensor:

@@ -40,6 +40,14 @@ class ParamSpec:
     shapes: tuple[torch.Size, ...]
     aliases: tuple[tuple[str, str], ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: a layout is looked up several times a step."""
+        return hash((self.names, self.shapes, self.aliases))
+
     @classmethod
     def of(cls, params: Params) -> ParamSpec:
         """Layout of a dict of tensors, in its own order."""
@@ -168,11 +176,15 @@ class GradientOperator(Protocol):
     def mm(self, rows: Tensor) -> Tensor:
         """G Cᵀ for C given by its K rows, (K, P) → (R, K)."""
 
-    def t_mm(self, weights: Tensor) -> Tensor:
-        """Wᵀ G for W (R, K), shape (K, P)."""
+    def t_mm(self, weights: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Wᵀ G for W (R, K), shape (K, P); added to `onto`, which may be changed, when that is given."""
 
     def form(self) -> Tensor:
         """G itself, (R, P)."""
+
+    @property
+    def costs(self) -> tuple[int, int]:
+        """Counted multiplications of `gram`, and of `mm` or `t_mm` for one column."""
 
 
 class Transform(NamedTuple):

@@ -7,7 +7,7 @@ S draws are one vmap, and autograd never computes a weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,8 @@ Hook = Callable[[nn.Module, Any, Any], Any]
 class BatchedPass:
     """Per-example gradients at S draws at once, for models whose parameters all belong to layers with rules.
 
+    One object serves batches of one shape: it remembers which layers they visit.
+
     Args:
         model: the module behind the log-likelihood.
         spec: layout, tied names included.
@@ -36,6 +38,8 @@ class BatchedPass:
     def __init__(self, model: nn.Module, spec: ParamSpec, log_likelihood: Callable[[Params, Any], Tensor]) -> None:
         self.spec = spec
         self.log_likelihood = log_likelihood
+        # Layers in the order of their calls, with the shapes of their outputs; found by the first pass.
+        self.calls: list[tuple[str, torch.Size]] | None = None
         self.layers: dict[str, nn.Module] = {
             name: module
             for name, module in model.named_modules()
@@ -49,29 +53,38 @@ class BatchedPass:
 
     def gather(self, thetas: Tensor, batch: Any) -> tuple[RowGroup, Tensor]:
         """Rows of all draws, draw by draw, and the log-likelihoods (S, M)."""
-        names, shapes = self._dry_run(thetas[0], batch)
-        draws = len(thetas)
-        zeros = [thetas.new_zeros(draws, *shape) for shape in shapes]
-
-        def one(epsilons: list[Tensor], theta: Tensor) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
-            inputs: list[Tensor] = []
-
-            def perturb(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-                inputs.append(args[0])
-                return output + epsilons[len(inputs) - 1]
-
-            with self._hooked(lambda name: perturb):
-                values = self.log_likelihood(self.spec.unflatten(theta), batch)
-            return -values.sum(), (values, inputs)
-
-        deltas, (values, inputs) = torch.func.vmap(torch.func.grad(one, has_aux=True), randomness="different")(
-            zeros, thetas
-        )
+        if self.calls is None:
+            self.calls = self._dry_run(thetas[0], batch)
+        zero = thetas.new_zeros(())
+        zeros = [zero.expand(len(thetas), *shape).detach().requires_grad_() for _, shape in self.calls]
+        with torch.enable_grad():
+            run = torch.func.vmap(lambda theta, *eps: self._one(theta, eps, batch), randomness="different")
+            values, inputs = run(thetas.detach(), *zeros)
+            deltas = torch.autograd.grad(-values.sum(), zeros)
         parts: dict[str, list[Block]] = {}
-        for name, x, delta in zip(names, inputs, deltas, strict=True):
-            for full, block in self._blocks(name, x, delta).items():
+        for (name, _), x, delta in zip(self.calls, inputs, deltas, strict=True):
+            for full, block in self._blocks(name, x.detach(), delta).items():
                 parts.setdefault(full, []).append(block)
-        return RowGroup(values.numel(), {name: add(uses) for name, uses in parts.items()}, {}), values
+        blocks = {name: add(uses) for name, uses in parts.items()}
+        return RowGroup(values.numel(), blocks, {}), values.detach()
+
+    def _one(self, theta: Tensor, epsilons: Sequence[Tensor], batch: Any) -> tuple[Tensor, list[Tensor]]:
+        """Log-likelihoods at one draw, and the inputs of the layers."""
+        inputs: list[Tensor] = []
+
+        def perturb(name: str) -> Hook:
+            def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+                epsilon = epsilons[len(inputs)]
+                if self.calls is None or self.calls[len(inputs)][0] != name:
+                    raise RuntimeError(f"layer {name!r} was called out of turn: the model has taken another path.")
+                inputs.append(args[0])
+                return output + epsilon
+
+            return hook
+
+        with self._hooked(perturb):
+            values = self.log_likelihood(self.spec.unflatten(theta), batch)
+        return values, inputs
 
     def _blocks(self, name: str, x: Tensor, delta: Tensor) -> dict[str, Block]:
         """What one call of one layer contributes, by canonical name; x and delta are (S, M, ...)."""
@@ -85,21 +98,19 @@ class BatchedPass:
         names = {local: self._canonical(name, local) for local in module._parameters}
         return {full: found[local] for local, full in names.items() if full is not None and local in found}
 
-    def _dry_run(self, theta: Tensor, batch: Any) -> tuple[list[str], list[torch.Size]]:
+    def _dry_run(self, theta: Tensor, batch: Any) -> list[tuple[str, torch.Size]]:
         """Which layers are called in which order, and the shapes of their outputs."""
-        names: list[str] = []
-        shapes: list[torch.Size] = []
+        calls: list[tuple[str, torch.Size]] = []
 
         def note(name: str) -> Hook:
             def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-                names.append(name)
-                shapes.append(output.shape)
+                calls.append((name, output.shape))
 
             return hook
 
         with torch.no_grad(), self._hooked(note):
             self.log_likelihood(self.spec.unflatten(theta), batch)
-        return names, shapes
+        return calls
 
     @contextmanager
     def _hooked(self, hook: Callable[[str], Hook]) -> Iterator[None]:

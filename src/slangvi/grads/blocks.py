@@ -19,6 +19,8 @@ __all__ = ["Block", "Formed", "Memo", "Outer", "Rows", "add", "cheapest", "stack
 
 # Largest temporary a chunked product may take, and largest tensor of formed gradients kept for one parameter.
 CHUNK_BYTES = 1 << 26
+# On a CPU, temporaries that are used twice in a row should still be in its cache the second time.
+CACHE_BYTES = 1 << 21
 FORM_BYTES = 1 << 28
 
 
@@ -29,6 +31,11 @@ class Block(ABC):
     @abstractmethod
     def num_rows(self) -> int:
         """R."""
+
+    @property
+    @abstractmethod
+    def costs(self) -> tuple[int, int]:
+        """Counted multiplications of `gram`, and of `mm` or `t_mm` for one column."""
 
     @abstractmethod
     def form(self) -> Tensor:
@@ -51,8 +58,19 @@ class Block(ABC):
         """G Cᵀ for C (K, p), (R, K)."""
 
     @abstractmethod
+    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
+        """Add Wᵀ G for W (R, K) to a (K, p) tensor, which may be a slice of a wider one."""
+
     def t_mm(self, weights: Tensor) -> Tensor:
         """Wᵀ G for W (R, K), (K, p)."""
+        result = weights.new_zeros(weights.shape[1], self.num_params)
+        self.add_t_mm(weights, result)
+        return result
+
+    @property
+    @abstractmethod
+    def num_params(self) -> int:
+        """Entries of the parameter tensor, p."""
 
     @abstractmethod
     def scaled(self, factor: float) -> Block:
@@ -78,17 +96,23 @@ class Formed(Block):
         """R."""
         return self.rows.shape[0]
 
+    @property
+    def costs(self) -> tuple[int, int]:
+        """R²p and Rp."""
+        R, p = self.rows.shape
+        return R * R * p, R * p
+
     def form(self) -> Tensor:
         """(R, p)."""
         return self.rows
 
     def sum(self) -> Tensor:
         """(p,)."""
-        return self.rows.sum(0)
+        return _column_sums(self.rows)
 
     def square_sum(self) -> Tensor:
         """(p,)."""
-        return self.rows.square().sum(0)
+        return _column_sums(self.rows.square())
 
     def gram(self) -> Tensor:
         """(R, R)."""
@@ -98,9 +122,14 @@ class Formed(Block):
         """(R, K)."""
         return self.rows @ rows.mT
 
-    def t_mm(self, weights: Tensor) -> Tensor:
+    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
         """(K, p)."""
-        return weights.mT @ self.rows
+        onto.addmm_(weights.mT, self.rows)
+
+    @property
+    def num_params(self) -> int:
+        """Columns of the rows, p."""
+        return self.rows.shape[1]
 
     def scaled(self, factor: float) -> Formed:
         """Times a number."""
@@ -141,6 +170,14 @@ class Outer(Block):
         """(R, G, T, O, I)."""
         R, G, T, O = self.left.shape  # noqa: E741
         return R, G, T, O, self.right.shape[-1]
+
+    @property
+    def costs(self) -> tuple[int, int]:
+        """δδᵀ ∘ aaᵀ over all pairs of positions, and C_k a for one k; inputs shared by S draws count once."""
+        R, G, T, O, I = self.sizes  # noqa: E741
+        rows = self.right.shape[0]
+        inputs = rows * rows if T == 1 else R * R
+        return G * T * T * (R * R * O + inputs * I), G * T * O * (rows * I + R)
 
     def form(self) -> Tensor:
         """(R, p)."""
@@ -192,30 +229,37 @@ class Outer(Block):
         R, left = self.num_rows, _by_group(self.left)
         product: Tensor = (left @ left.mT).unflatten(1, (self.copies, -1)).unflatten(-1, (self.copies, -1))
         product *= inputs.unflatten(1, (1, -1)).unflatten(-1, (1, -1))
-        return product.sum(0).reshape(R, R)
+        return (product[0] if len(product) == 1 else product.sum(0)).reshape(R, R)
 
     def mm(self, rows: Tensor) -> Tensor:
-        """Σ_t δ_rtᵀ C_k a_rt, as one product C_k a for many k and one contraction with δ, (R, K)."""
+        """Σ_t δ_rtᵀ C_k a_rt: the products C_k a for some k at a time, then their contraction with δ, (R, K)."""
         R, G, T, O, I = self.sizes  # noqa: E741
-        right, parts = _by_group(self.right), []
-        for piece in rows.split(self._columns(R // self.copies * G * T * O)):
-            K = piece.shape[0]
-            table = piece.reshape(K, G, O, I).transpose(0, 1).reshape(G, K * O, I)
-            seen = (right @ table.mT).view(G, R // self.copies, T, K, O)
-            parts.append(torch.einsum("grtko,srgto->srk", seen, self.left.unflatten(0, (self.copies, -1))))
-        return torch.cat(parts, dim=-1).flatten(0, 1)
+        right, left = _by_group(self.right), self.left.unflatten(0, (self.copies, -1)).movedim(2, 1)
+        parts = []
+        for piece in rows.split(self._columns()):
+            table = piece.unflatten(1, (G, O, I))
+            # Groups one by one: a batch over groups and columns together would have to be copied first.
+            seen = ((right[g] @ table[:, g].mT).unflatten(1, (-1, T)) for g in range(G))
+            parts.append(reduce(torch.add, (_contracted(left[:, g], x) for g, x in enumerate(seen))))
+        return torch.cat(parts, dim=-1).reshape(R, -1) if parts else rows.new_zeros(R, 0)
 
-    def t_mm(self, weights: Tensor) -> Tensor:
-        """Σ_r w_rk Σ_t δ_rt ⊗ a_rt, as one contraction w δ for many k and one product with a, (K, p)."""
-        R, G, T, O, I = self.sizes  # noqa: E741
-        right, parts = _by_group(self.right), []
-        left = self.left.unflatten(0, (self.copies, -1))
-        for piece in weights.split(self._columns(R // self.copies * G * T * O), dim=1):
-            K = piece.shape[1]
-            mixed = torch.einsum("srk,srgto->gkort", piece.unflatten(0, (self.copies, -1)), left)
-            product = mixed.reshape(G, K * O, right.shape[1]) @ right
-            parts.append(product.view(G, K, O * I).transpose(0, 1).reshape(K, G * O * I))
-        return torch.cat(parts)
+    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
+        """Σ_r w_rk Σ_t δ_rt ⊗ a_rt: w δ for some k at a time, then one product with a, (K, p)."""
+        _, G, _, O, I = self.sizes  # noqa: E741
+        right, left = _by_group(self.right), self.left.unflatten(0, (self.copies, -1)).movedim(2, 1)
+        width = self._columns()
+        for piece, place in zip(weights.split(width, dim=1), onto.split(width), strict=True):
+            w = piece.unflatten(0, (self.copies, -1))
+            table = place.unflatten(1, (G, O, I))
+            for g in range(G):
+                mixed = _mixed(w, left[:, g]).flatten(1, 2)
+                table[:, g].baddbmm_(mixed.mT, right[g].expand(len(mixed), -1, -1))
+
+    @property
+    def num_params(self) -> int:
+        """G·O·I."""
+        _, G, _, O, I = self.sizes  # noqa: E741
+        return G * O * I
 
     def scaled(self, factor: float) -> Outer:
         """Times a number."""
@@ -230,9 +274,11 @@ class Outer(Block):
         """The same with a copy of the inputs for every row."""
         return Outer(self.left, self.right.repeat(self.copies, 1, 1, 1)) if self.copies > 1 else self
 
-    def _columns(self, entries: int) -> int:
-        """How many columns of the other operand fit CHUNK_BYTES at once."""
-        return max(1, CHUNK_BYTES // max(1, entries * self.left.element_size()))
+    def _columns(self) -> int:
+        """How many columns of the other operand to take at once: on a CPU as many as its cache holds."""
+        limit = CACHE_BYTES if self.left.device.type == "cpu" else CHUNK_BYTES
+        R, _, T, O, _ = self.sizes  # noqa: E741
+        return max(1, limit // max(1, R * T * O * self.left.element_size()))
 
     def _split(self, entries_per_row: int) -> list[Outer]:
         """Pieces whose temporaries stay within CHUNK_BYTES."""
@@ -240,6 +286,27 @@ class Outer(Block):
         rows = max(1, CHUNK_BYTES // per_row)
         pairs = zip(self.left.split(rows), self.right.split(rows), strict=True)
         return [Outer(left, right) for left, right in pairs]
+
+
+def _column_sums(rows: Tensor) -> Tensor:
+    """Σ_r over (R, p); as a product with ones, which a GPU does several times faster than a sum over rows."""
+    if rows.device.type == "cuda":
+        return rows.mT @ rows.new_ones(len(rows))
+    return rows.sum(0)
+
+
+def _contracted(left: Tensor, seen: Tensor) -> Tensor:
+    """Σ_to δ_srto · seen_krto for one group, (S, R/S, K)."""
+    if len(left) == 1:
+        return seen.mul_(left).sum((-2, -1)).mT.unsqueeze(0)
+    return torch.einsum("srto,krto->srk", left, seen)
+
+
+def _mixed(weights: Tensor, left: Tensor) -> Tensor:
+    """Σ_s w_srk δ_srto for one group, (K, R/S, T, O)."""
+    if len(left) == 1:
+        return weights[0].mT[:, :, None, None] * left
+    return torch.einsum("srk,srto->krto", weights, left)
 
 
 def _by_group(x: Tensor) -> Tensor:
@@ -265,6 +332,12 @@ class Rows(Block):
     def num_rows(self) -> int:
         """R."""
         return self.index.shape[0]
+
+    @property
+    def costs(self) -> tuple[int, int]:
+        """All pairs of entries, and every entry once."""
+        entries = self.index.numel()
+        return entries * entries * self.values.shape[-1], self.values.numel()
 
     def form(self) -> Tensor:
         """(R, p)."""
@@ -301,11 +374,17 @@ class Rows(Block):
         columns = [(c[self.index] * self.values).sum((1, 2)) for c in table]
         return torch.stack(columns, dim=-1) if columns else self.values.new_zeros(self.num_rows, 0)
 
-    def t_mm(self, weights: Tensor) -> Tensor:
+    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
         """(K, p)."""
-        rows = [replace(self, values=self.values * w.view(-1, 1, 1)).sum() for w in weights.mT]
-        size = self.table_rows * self.values.shape[-1]
-        return torch.stack(rows) if rows else self.values.new_zeros(0, size)
+        index, values = self.index.flatten(), self.values.flatten(0, 1)
+        for k, place in enumerate(onto):
+            share = weights[:, k].repeat_interleave(self.index.shape[1]).unsqueeze(1)
+            place.view(self.table_rows, -1).index_add_(0, index, values * share)
+
+    @property
+    def num_params(self) -> int:
+        """V·D."""
+        return self.table_rows * self.values.shape[-1]
 
     def scaled(self, factor: float) -> Rows:
         """Times a number."""

@@ -49,6 +49,11 @@ class DenseGradients:
         """R."""
         return self._num_rows
 
+    @property
+    def costs(self) -> tuple[int, int]:
+        """In units of P multiplications, which all products share."""
+        return self._num_rows**2, self._num_rows
+
     def sum(self) -> Tensor:
         """(..., P)."""
         return self._sums[0]
@@ -74,9 +79,9 @@ class DenseGradients:
         """(..., K, P) → (..., R, K)."""
         return torch.cat([self._rows(k) @ rows.mT for k in range(len(self._pieces))], dim=-2)
 
-    def t_mm(self, weights: Tensor) -> Tensor:
-        """(..., R, K) → (..., K, P)."""
-        start, result = 0, None
+    def t_mm(self, weights: Tensor, onto: Tensor | None = None) -> Tensor:
+        """(..., R, K) → (..., K, P), added to `onto` when that is given."""
+        start, result = 0, onto
         for k in range(len(self._pieces)):
             rows = self._rows(k)
             part = weights[..., start : start + rows.shape[-2], :].mT @ rows

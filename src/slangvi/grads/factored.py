@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
+import torch
 from torch import Tensor
 
 from slangvi.grads.blocks import FORM_BYTES, Block, Formed, Memo, Outer, cheapest, place, stack
@@ -81,59 +83,66 @@ class FactoredGradients:
         """R."""
         return self._num_rows
 
+    @property
+    def costs(self) -> tuple[int, int]:
+        """Counted multiplications of `gram`, and of `mm` or `t_mm` for one column."""
+        counts = [block.costs for block in self.blocks.values()]
+        return sum(gram for gram, _ in counts), sum(column for _, column in counts)
+
     def sum(self) -> Tensor:
         """Σ_r g_r, (P,)."""
-        flat = self.like.new_zeros(self.spec.num_params)
-        for name, block in self.blocks.items():
-            total = self._totals.get(name)
-            flat[self.spec.slices[name]] = block.sum() if total is None else total.flatten().to(flat.dtype)
-        return flat.mul_(self._scale)
+        parts = {name: self._totals[name] if name in self._totals else b.sum() for name, b in self.blocks.items()}
+        return self._joined(parts, self._scale)
 
     def square_sum(self) -> Tensor:
         """Σ_r g_r ∘ g_r, (P,)."""
-        flat = self.like.new_zeros(self.spec.num_params)
-        for name, block in self.blocks.items():
-            flat[self.spec.slices[name]] = block.square_sum()
-        return flat.mul_(self._scale**2)
+        return self._joined({name: block.square_sum() for name, block in self.blocks.items()}, self._scale**2)
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
         """G diag(w) Gᵀ, (R, R)."""
-        result = self.like.new_zeros(self._num_rows, self._num_rows)
         shares = {name: 1.0 if weights is None else weights[k] for k, name in enumerate(self.spec.names)}
+        parts: list[Tensor] = []
         # δδᵀ ∘ aaᵀ for a weight, δδᵀ for its bias: blocks that hold the same δ take one product δδᵀ.
         inputs: dict[tuple[int, ...], tuple[Outer, Tensor]] = {}
         for name, block in self.blocks.items():
             if isinstance(block, Outer) and block.simple:
                 kept = inputs.get(place(block.left))
-                part = block.inputs_gram() * shares[name]
+                part = _times(block.inputs_gram(), shares[name])
                 if kept is not None and kept[1].shape == part.shape:
-                    part = part + kept[1]
+                    part += kept[1]
                 elif kept is not None:
-                    result += kept[0].gram_with(kept[1])
+                    parts.append(kept[0].gram_with(kept[1]))
                 inputs[place(block.left)] = (block, part)
         for name, block in self.blocks.items():
             if isinstance(block, Formed) and place(block.rows) in inputs:
-                owner, part = inputs[place(block.rows)]
-                inputs[place(block.rows)] = (owner, part + shares[name])
+                inputs[place(block.rows)][1].add_(shares[name])
             elif not (isinstance(block, Outer) and block.simple):
-                result += block.gram() * shares[name]
-        for owner, part in inputs.values():
-            result += owner.gram_with(part)
-        return result.mul_(self._scale**2)
+                parts.append(_times(block.gram(), shares[name]))
+        parts += [owner.gram_with(part) for owner, part in inputs.values()]
+        return _times(_accumulated(parts, self.like, self._num_rows), self._scale**2)
 
     def mm(self, rows: Tensor) -> Tensor:
         """G Cᵀ, (K, P) → (R, K)."""
-        result = self.like.new_zeros(self._num_rows, rows.shape[0])
-        for name, block in self.blocks.items():
-            result += block.mm(rows[:, self.spec.slices[name]])
-        return result.mul_(self._scale)
+        parts = [block.mm(rows[:, self.spec.slices[name]]) for name, block in self.blocks.items()]
+        return _times(_accumulated(parts, self.like, self._num_rows, rows.shape[0]), self._scale)
 
-    def t_mm(self, weights: Tensor) -> Tensor:
-        """Wᵀ G, (R, K) → (K, P)."""
-        result = self.like.new_zeros(weights.shape[1], self.spec.num_params)
+    def t_mm(self, weights: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Wᵀ G, (R, K) → (K, P), added to `onto` when that is given."""
+        result = self.like.new_zeros(weights.shape[1], self.spec.num_params) if onto is None else onto
+        weights = weights if self._scale == 1.0 else weights * self._scale
         for name, block in self.blocks.items():
-            result[:, self.spec.slices[name]] = block.t_mm(weights)
-        return result.mul_(self._scale)
+            block.add_t_mm(weights, result[:, self.spec.slices[name]])
+        return result
+
+    def _joined(self, parts: Mapping[str, Tensor], scale: float) -> Tensor:
+        """One flat vector from what the parameters have, zeros for those that have nothing, (P,)."""
+        missing = {name: self.like.new_zeros(()) for name in self.spec.names if name not in parts}
+        sizes = dict(zip(self.spec.names, self.spec.numels, strict=True))
+        pieces = [
+            parts[name].flatten().to(self.like.dtype) if name in parts else missing[name].expand(sizes[name])
+            for name in self.spec.names
+        ]
+        return _times(torch.cat(pieces), scale)
 
     def form(self) -> Tensor:
         """G itself, (R, P); only for few parameters."""
@@ -141,6 +150,18 @@ class FactoredGradients:
         for name, block in self.blocks.items():
             rows[:, self.spec.slices[name]] = block.form()
         return rows.mul_(self._scale)
+
+
+def _times(x: Tensor, factor: float | Tensor) -> Tensor:
+    """In place, and not at all when there is nothing to do."""
+    return x if isinstance(factor, float) and factor == 1.0 else x.mul_(factor)
+
+
+def _accumulated(parts: list[Tensor], like: Tensor, *lengths: int) -> Tensor:
+    """Σ of the parts, added to the first; zeros when there are none or they overlap themselves."""
+    if not parts:
+        return like.new_zeros(lengths[0], lengths[-1])
+    return reduce(torch.Tensor.add_, parts[1:], parts[0].contiguous())
 
 
 def _stack_named(name: str, groups: Sequence[RowGroup], memo: Memo) -> Block | None:

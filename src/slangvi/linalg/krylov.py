@@ -1,8 +1,9 @@
 r"""Leading eigenpairs of a positive semi-definite matrix without diagonalising it.
 
-Block Krylov iteration with Rayleigh–Ritz: the space spanned by X, KX, K²X, … is kept orthonormal, and the leading
-eigenpairs of K are read off K restricted to it. What is left over, the residual ‖Ky − θy‖, bounds the error of each
-pair: some eigenvalue of K lies within it of θ. That the pairs are the leading ones rests on the random starting
+Three ways, the next when the one before does not reach the tolerance: a few rounds of warm-started subspace iteration
+(see `subspace`); block Krylov iteration, where the space spanned by X, KX, K²X, … is kept orthonormal and the pairs are
+read off K restricted to it; the full decomposition. What is left over, the residual ‖Ky − θy‖, bounds the error of
+each pair: some eigenvalue of K lies within it of θ. That the pairs are the leading ones rests on the random starting
 vectors, of which there are more than pairs asked for.
 """
 
@@ -13,10 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slangvi.linalg.subspace import OVERSAMPLING, projected, ritz, sharpened, starting_block
+
 __all__ = ["Eigenpairs", "leading_eigenpairs"]
 
-# Extra starting vectors, and how often the space may grow before the full decomposition is cheaper.
-OVERSAMPLING = 4
+# Products between two looks at the residual, how many looks, and how often a Krylov space may grow.
+STEPS = 3
+LOOKS = 2
 MOST_ROUNDS = 8
 
 
@@ -48,13 +52,17 @@ def leading_eigenpairs(matrix: Tensor, count: int, tolerance: float = 0.0, start
         >>> leading_eigenpairs(K, 2).values
         tensor([3., 2.], dtype=torch.float64)
     """
-    size = matrix.shape[-1]
-    start = min(start, count)
-    block = start + count + OVERSAMPLING
-    # The space of all rounds must stay well below the whole for the iteration to pay.
-    if tolerance <= 0.0 or count == 0 or matrix.ndim > 2 or 4 * block > size or size < 128:
+    if tolerance <= 0.0 or not iteration_pays(matrix.shape[-1], count):
         return _full(matrix, count)
-    return _iterated(matrix, count, block, tolerance, start)
+    found = _iterated(matrix, count, tolerance, min(start, count))
+    if found is None and matrix.ndim == 2:
+        found = _krylov(matrix, count, tolerance, min(start, count))
+    return found or _full(matrix, count)
+
+
+def iteration_pays(size: int, count: int) -> bool:
+    """Whether a few products with L + OVERSAMPLING columns count less than tridiagonalising n×n."""
+    return count > 0 and size >= 32 and size > 4 * (count + OVERSAMPLING)
 
 
 def _full(matrix: Tensor, count: int) -> Eigenpairs:
@@ -64,37 +72,39 @@ def _full(matrix: Tensor, count: int) -> Eigenpairs:
     return Eigenpairs(leading, vectors[..., first:].flip(-1), values.new_zeros(values.shape[:-1]))
 
 
-def _iterated(matrix: Tensor, count: int, block: int, tolerance: float, start: int) -> Eigenpairs:
-    basis = torch.linalg.qr(_starting_block(matrix, block, start)).Q
+def _iterated(matrix: Tensor, count: int, tolerance: float, start: int) -> Eigenpairs | None:
+    """By subspace iteration, or None when it is too slow for this matrix."""
+    block = starting_block(matrix.shape[-1], count, start, matrix.dtype, matrix.device)
+    for _ in range(LOOKS):
+        block = sharpened(matrix.__matmul__, block, STEPS)
+        values, inner, residual = ritz(projected(matrix.__matmul__, block), count)
+        if bool((residual <= _allowed(tolerance, values)).all()):
+            return Eigenpairs(values, block @ inner, residual)
+    return None
+
+
+def _krylov(matrix: Tensor, count: int, tolerance: float, start: int) -> Eigenpairs | None:
+    """By block Krylov iteration, or None when the space has grown too large to pay."""
+    basis = starting_block(len(matrix), count, start, matrix.dtype, matrix.device)
     image = matrix @ basis
-    last = basis
-    for turn in range(MOST_ROUNDS):
+    last, width = basis, basis.shape[1]
+    for _ in range(MOST_ROUNDS):
+        if basis.shape[1] + width > len(matrix) // 2:
+            return None
+        last = _orthogonal_to(basis, matrix @ last)
+        basis = torch.cat([basis, last], dim=1)
+        image = torch.cat([image, matrix @ last], dim=1)
         values, inner = torch.linalg.eigh(basis.mT @ image)
         values, inner = values[-count:].flip(-1), inner[:, -count:].flip(-1)
         vectors = basis @ inner
         residual = (image @ inner - vectors * values).norm(dim=0).max()
-        # The previous factor alone may consist of exact eigenvectors; what is new shows only once the space has grown.
-        if turn and bool(residual <= tolerance * values[0].clamp_min(torch.finfo(values.dtype).tiny)):
+        if bool(residual <= _allowed(tolerance, values)):
             return Eigenpairs(values.clamp_min(0.0), vectors, residual)
-        if basis.shape[1] + block > matrix.shape[0] // 2:
-            break
-        last = _orthogonal_to(basis, matrix @ last)
-        basis = torch.cat([basis, last], dim=1)
-        image = torch.cat([image, matrix @ last], dim=1)
-    return _full(matrix, count)
+    return None
 
 
-def _starting_block(matrix: Tensor, block: int, start: int) -> Tensor:
-    """Coordinates of the previous factor beside L + OVERSAMPLING random vectors.
-
-    The random ones make sure that nothing leading is missed, whatever the previous factor was; they come from a source
-    of their own, so that no random state is involved.
-    """
-    size = matrix.shape[0]
-    unit = torch.eye(size, start, dtype=matrix.dtype, device=matrix.device)
-    source = torch.Generator().manual_seed(0)
-    mixed = torch.randn(size, block - start, dtype=matrix.dtype, generator=source).to(matrix.device)
-    return torch.cat([unit, mixed], dim=1)
+def _allowed(tolerance: float, values: Tensor) -> Tensor:
+    return tolerance * values[..., 0].clamp_min(torch.finfo(values.dtype).tiny)
 
 
 def _orthogonal_to(basis: Tensor, new: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ __all__ = ["LowRankPrecision", "factorize", "matmul"]
 # Columns of U converted to float64 at once. Measured on a CPU: thin blocks of many rows stay in its cache, few rows are
 # better taken together.
 _GRAM_BLOCK = {"few rows": 1 << 20, "many rows": 1 << 14}
+# Entries of long rows that one block of a GPU multiplies.
+_CHUNK = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,11 @@ class LowRankPrecision:
     def _capacitance_solve(self, inner: Tensor) -> Tensor:
         """(I + VᵀV)⁻¹ y for y of shape (..., L)."""
         columns = inner.to(torch.float64).unsqueeze(-1)
-        return torch.cholesky_solve(columns, self.cholesky).squeeze(-1).to(inner.dtype)
+        if self.cholesky.shape[-1] == 1:
+            solved = columns / self.cholesky.square()
+        else:
+            solved = torch.cholesky_solve(columns, self.cholesky)
+        return solved.squeeze(-1).to(inner.dtype)
 
 
 def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
@@ -132,7 +138,20 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
     # factorisation stays alive.
     rounding = 4.0 * max(rank, 1) * torch.finfo(torch.float64).eps * gram.diagonal(dim1=-2, dim2=-1)
     capacitance = gram + torch.diag_embed(rounding.clamp_min(1.0))
-    return LowRankPrecision(factor, diag, scaled, gram, torch.linalg.cholesky(capacitance))
+    return LowRankPrecision(factor, diag, scaled, gram, _cholesky(capacitance))
+
+
+def _cholesky(matrix: Tensor) -> Tensor:
+    """Lower factor of a small matrix, NaN where it cannot be had; rank 1 needs no library.
+
+    Not torch.linalg.cholesky, which waits for the device to say whether it went well. With finite numbers it does, and
+    for NaN the callers look anyway.
+    """
+    if matrix.shape[-1] == 1:
+        return matrix.sqrt()
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    spoilt: Tensor = factor + torch.where(failed > 0, torch.nan, 0.0)[..., None, None]
+    return spoilt
 
 
 class _InverseRoot(torch.autograd.Function):
@@ -174,6 +193,8 @@ def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:
 
 def gram_float64(rows: Tensor) -> Tensor:
     """Rows times their transpose, (..., K, P) → (..., K, K), accumulated in float64 over blocks of columns."""
+    if rows.device.type == "cuda" and rows.ndim == 2:
+        return contract(*[rows.to(torch.float64)] * 2)
     total: Tensor | None = None
     thin = rows.device.type == "cpu" and rows.shape[-2] > 16
     for block in rows.split(_GRAM_BLOCK["many rows" if thin else "few rows"], dim=-1):
@@ -184,15 +205,54 @@ def gram_float64(rows: Tensor) -> Tensor:
     return total
 
 
+def column_squares(rows: Tensor) -> Tensor:
+    """Diagonal of UUᵀ for U by rows, (..., L, P) → (..., P)."""
+    if rows.device.type == "cuda":
+        lengths: Tensor = torch.linalg.vector_norm(rows, dim=-2)  # one pass, without the squares in between
+        return lengths.square_()
+    return rows.square().sum(-2)
+
+
+def contract(rows: Tensor, others: Tensor) -> Tensor:
+    """Inner products over long rows, (L, P) and (K, P) → (L, K).
+
+    A GPU has no good kernel for matrices this thin; on many chunks at once it does well. The sums of the chunks are
+    added in float64.
+    """
+    size = rows.shape[-1]
+    chunks = size // _CHUNK
+    if rows.device.type != "cuda" or chunks < 2:
+        return rows @ others.mT
+    parts = [x[:, : chunks * _CHUNK].unflatten(-1, (chunks, _CHUNK)).transpose(0, 1) for x in (rows, others)]
+    total: Tensor = (parts[0] @ parts[1].mT).sum(0, dtype=torch.float64)
+    if size > chunks * _CHUNK:
+        total += rows[:, chunks * _CHUNK :] @ others[:, chunks * _CHUNK :].mT
+    return total.to(rows.dtype)
+
+
 def _contract(rows: Tensor, vector: Tensor) -> Tensor:
     """Rows (..., L, P) against x (..., P) → (..., L); extra leading dimensions of x are samples."""
     if rows.ndim == 2:
-        return vector @ rows.mT
+        return contract(vector, rows) if vector.ndim == 2 else vector @ rows.mT
     return (rows @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def sums(*vectors: Tensor) -> Tensor:
+    """The sum of each vector (..., P), (..., K); a GPU adds all in one go."""
+    if vectors[0].device.type == "cuda":
+        return torch.stack(vectors, -2).sum(-1)
+    return torch.stack([vector.sum(-1) for vector in vectors], -1)
+
+
+def mix(weights: Tensor, rows: Tensor) -> Tensor:
+    """Rows combined with weights, (..., K, L) and (..., L, P) → (..., K, P); an outer product is no work for a GEMM."""
+    return weights * rows if rows.shape[-2] == 1 else weights @ rows
 
 
 def _lift(rows: Tensor, inner: Tensor) -> Tensor:
     """Rows (..., L, P) combined with the weights y (..., L) → (..., P)."""
+    if rows.ndim == 2 and inner.ndim > 1:
+        return mix(inner, rows)
     if rows.ndim == 2:
         return inner @ rows
     return (inner.unsqueeze(-2) @ rows).squeeze(-2)

@@ -2,26 +2,44 @@ r"""Best rank-L factor of a·UUᵀ + b·GᵀG, where G is seen only as an operat
 
 With C = [√a U, √b G] stacked by rows, the nonzero spectrum of CᵀC (P×P) is that of the small Gram CCᵀ ((L+R)×(L+R)).
 Its leading eigenvectors W give the new factor directly as WᵀC: no division by eigenvalues, so zero and repeated
-directions need no care. With few parameters, P < L+R, the P×P matrix is the smaller one and is used instead.
+directions need no care. Three routes lead to W:
+
+- **gram**: CCᵀ is formed, once.
+- **randomized**: CCᵀ is only applied, X ↦ C(CᵀX), to the few columns of a warm-started subspace iteration. It pays
+  when the Gram is dear: many rows, or layers with many positions.
+- **parameters**: with P < L+R the P×P matrix is the smaller one and is decomposed instead.
+
+`Problem` holds the pieces apart, so that the products, the eigenproblem and the recombination can be run one by one:
+inside a captured graph, or for many replicas at once.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slangvi.linalg.krylov import Eigenpairs, leading_eigenpairs
-from slangvi.linalg.lowrank import gram_float64
+from slangvi.linalg import krylov
+from slangvi.linalg.krylov import Eigenpairs, iteration_pays, leading_eigenpairs
+from slangvi.linalg.lowrank import contract, gram_float64, mix
+from slangvi.linalg.subspace import OVERSAMPLING, projected, ritz, sharpened, starting_block
 from slangvi.types import GradientOperator
 
-__all__ = ["TopFactor", "top_factor"]
+__all__ = ["Problem", "Route", "TopFactor", "choose_route", "top_factor"]
+
+Route = Literal["gram", "randomized", "parameters"]
 
 # Residual allowed relative to the largest eigenvalue: far below the 1e-4 that float32 promises, far above its rounding.
 # In float64 the full decomposition keeps the last digits.
-_TOLERANCE = {torch.float32: 1e-6}
+TOLERANCE = {torch.float32: 1e-6}
+# The products of the randomized route are rounded to the factor's own dtype every time.
+_APPLIED_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+# Looks at the residual before the randomized route gives up and forms the Gram.
+_APPLIED_LOOKS = 4
 
 
 class TopFactor(NamedTuple):
@@ -41,12 +59,149 @@ class TopFactor(NamedTuple):
     residual: Tensor
 
 
+@dataclass(frozen=True)
+class Problem:
+    """The eigenproblem of A = a·UUᵀ + b·GᵀG, by one route.
+
+    Args:
+        factor: U by rows, (..., L, P).
+        gradients: operator G with R rows.
+        keep: a ≥ 0, a number or a tensor without dimensions; a (P,) tensor weighs columns, A = √a UUᵀ √a + …
+        gain: b ≥ 0; likewise.
+        gain_per_tensor: the same b with one number per parameter tensor, needed when `gain` is a (P,) tensor.
+        route: how W is found.
+    """
+
+    factor: Tensor
+    gradients: GradientOperator
+    keep: float | Tensor
+    gain: float | Tensor
+    gain_per_tensor: Tensor | None
+    route: Route
+
+    @property
+    def size(self) -> int:
+        """Rows of the small matrix."""
+        rank, params = self.factor.shape[-2:]
+        return params if self.route == "parameters" else rank + self.gradients.num_rows
+
+    @property
+    def known(self) -> int:
+        """Leading coordinates along which the previous factor lies."""
+        return 0 if self.route == "parameters" else self.factor.shape[-2]
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The small matrix itself, float64, (..., n, n)."""
+        if self.route == "parameters":
+            rows = self.gradients.form() * self._gain_root
+            return gram_float64((self._keep_root * self.factor).mT) + gram_float64(rows.mT)
+        old, (a, b) = self._old, self._roots
+        cross = self.gradients.mm(old if self._columns is None else old * self._columns) * (a * b)
+        uniform = self.gain_per_tensor is None
+        gram = self.gradients.gram() * self.gain if uniform else self.gradients.gram(self.gain_per_tensor)
+        # In float32 the other parts are rounded to it as well.
+        corner = gram_float64(old) if old.dtype == torch.float64 or old.ndim > 2 else contract(old, old)
+        return _bordered(corner.to(torch.float64) * (a * a), cross, gram)
+
+    def apply(self, block: Tensor) -> Tensor:
+        """K X in float64, (n, b), with K formed or not as the route says."""
+        if self.route != "randomized":
+            return self.matrix @ block
+        (a, b), rows = self._roots, self.combined(block)
+        seen = rows if self._columns is None else rows * self._columns
+        return torch.cat([contract(self._old, rows) * a, self.gradients.mm(seen) * b]).to(torch.float64)
+
+    def combined(self, vectors: Tensor) -> Tensor:
+        """WᵀC for W given by its columns, (..., n, K) → (..., K, P)."""
+        weights, (a, b), rank = vectors.to(self.factor.dtype), self._roots, self.factor.shape[-2]
+        kept, new = mix((weights[..., :rank, :] * a).mT, self._old), weights[..., rank:, :] * b
+        if self._columns is not None:
+            return kept + self.gradients.t_mm(new) * self._columns
+        return self.gradients.t_mm(new, onto=kept)
+
+    def solution(self, values: Tensor, vectors: Tensor) -> Tensor:
+        """U⁺ from leading eigenpairs, (..., L, P); ranks beyond P are filled with zeros."""
+        if self.route != "parameters":
+            return self.combined(vectors)
+        new = (vectors * values.sqrt().unsqueeze(-2)).mT.to(self.factor.dtype)
+        return F.pad(new, (0, 0, 0, self.factor.shape[-2] - new.shape[-2]))
+
+    def pairs(self) -> Eigenpairs:
+        """Leading eigenpairs of the small matrix."""
+        rank = min(self.factor.shape[-2], self.size)
+        if rank == 0:
+            empty = self.factor.new_zeros(*self.factor.shape[:-2], self.size, 0, dtype=torch.float64)
+            return Eigenpairs(empty[..., 0, :], empty, empty.sum((-2, -1)))
+        if self.route == "randomized":
+            found = self._applied_pairs(rank)
+            if found is not None:
+                return found
+            return Problem(**{**self.__dict__, "route": "gram"}).pairs()
+        tolerance = 0.0 if self.route == "parameters" else TOLERANCE.get(self.factor.dtype, 0.0)
+        return leading_eigenpairs(self.matrix, rank, tolerance, self.known)
+
+    def _applied_pairs(self, rank: int) -> Eigenpairs | None:
+        """Without ever forming K; None when the iteration is too slow."""
+        block = starting_block(self.size, rank, self.known, torch.float64, self.factor.device)
+        tolerance = _APPLIED_TOLERANCE[self.factor.dtype]
+        for _ in range(_APPLIED_LOOKS):
+            block = sharpened(self.apply, block, krylov.STEPS)
+            values, inner, residual = ritz(projected(self.apply, block), rank)
+            if bool(residual <= tolerance * values[0].clamp_min(torch.finfo(torch.float64).tiny)):
+                return Eigenpairs(values, block @ inner, residual)
+        return None
+
+    @cached_property
+    def _keep_root(self) -> float | Tensor:
+        return self.keep**0.5
+
+    @cached_property
+    def _gain_root(self) -> float | Tensor:
+        return self.gain**0.5
+
+    @cached_property
+    def _columns(self) -> Tensor | None:
+        """√b when it differs by column."""
+        return self._gain_root if isinstance(self._gain_root, Tensor) and self._gain_root.ndim else None
+
+    @cached_property
+    def _old(self) -> Tensor:
+        """U, weighed where a differs by column: numbers scale the small matrices, vectors the columns."""
+        by_column = isinstance(self._keep_root, Tensor) and self._keep_root.ndim > 0
+        return self._keep_root * self.factor if by_column else self.factor
+
+    @property
+    def _roots(self) -> tuple[float | Tensor, float | Tensor]:
+        """√a and √b where they are numbers, else 1."""
+        a, b = (1.0 if isinstance(root, Tensor) and root.ndim else root for root in (self._keep_root, self._gain_root))
+        return a, b
+
+
+def choose_route(factor: Tensor, gradients: GradientOperator) -> Route:
+    """The route with the fewest counted multiplications.
+
+    gram         cost of the Gram, once
+    randomized   (STEPS+1) products G·, Gᵀ· with L + OVERSAMPLING columns each
+    parameters   whenever P < L + R
+    """
+    rank, params = factor.shape[-2:]
+    rows = gradients.num_rows
+    if params < rank + rows:
+        return "parameters"
+    gram, column = gradients.costs
+    applied = 2 * (krylov.STEPS + 1) * (rank + OVERSAMPLING) * column
+    pays = factor.ndim == 2 and iteration_pays(rank + rows, rank) and applied < gram
+    return "randomized" if pays and factor.dtype == torch.float32 else "gram"
+
+
 def top_factor(
     factor: Tensor,
     gradients: GradientOperator,
     keep: float | Tensor,
     gain: float | Tensor,
     gain_per_tensor: Tensor | None = None,
+    route: Route | None = None,
 ) -> TopFactor:
     r"""Leading L eigenpairs of A = a·UUᵀ + b·GᵀG as a factor, U⁺U⁺ᵀ = best rank-L approximation of A.
 
@@ -55,7 +210,8 @@ def top_factor(
         gradients: operator G with R rows.
         keep: a ≥ 0; a (P,) tensor weighs columns, A = √a UUᵀ √a + …
         gain: b ≥ 0; likewise.
-        gain_per_tensor: the same b with one number per parameter tensor, needed when `gain` is a tensor.
+        gain_per_tensor: the same b with one number per parameter tensor, needed when `gain` is a (P,) tensor.
+        route: None takes the one with the fewest counted multiplications.
 
     Example:
         >>> from slangvi.grads.dense import DenseGradients
@@ -64,53 +220,28 @@ def top_factor(
         >>> top.factor.abs(), top.spectrum, top.total
         (tensor([[2., 0.]]), tensor([4.]), tensor(5.))
     """
-    rank, size = factor.shape[-2:]
-    if size < rank + gradients.num_rows:
-        return _through_parameters(_sqrt(keep) * factor, gradients, _sqrt(gain))
-    return _through_rows(factor, gradients, keep, gain, gain_per_tensor)
+    problem = Problem(factor, gradients, keep, gain, gain_per_tensor, route or choose_route(factor, gradients))
+    pairs = problem.pairs()
+    total = (keep * factor.square().sum(-2) + gain * gradients.square_sum()).sum(-1)
+    return TopFactor(
+        problem.solution(pairs.values, pairs.vectors),
+        padded_spectrum(pairs.values, factor),
+        total,
+        relative_residual(pairs).to(factor.dtype),
+    )
 
 
-def _through_rows(
-    factor: Tensor,
-    gradients: GradientOperator,
-    keep: float | Tensor,
-    gain: float | Tensor,
-    gain_per_tensor: Tensor | None,
-) -> TopFactor:
-    """By the eigenvectors of the (L+R)×(L+R) Gram. Numbers scale the small matrices, vectors the columns."""
-    if isinstance(keep, Tensor):
-        factor, keep = keep.sqrt() * factor, 1.0
-    columns, gain = (gain.sqrt(), 1.0) if isinstance(gain, Tensor) else (1.0, gain)
-    rank, a, b = factor.shape[-2], keep**0.5, gain**0.5
-    cross = gradients.mm(factor * columns if isinstance(columns, Tensor) else factor) * (a * b)
-    gram = gradients.gram() * gain if gain_per_tensor is None else gradients.gram(gain_per_tensor)
-    small = _bordered(gram_float64(factor) * keep, cross, gram)
-    pairs = leading_eigenpairs(small, rank, _TOLERANCE.get(factor.dtype, 0.0), start=rank)
-    weights = pairs.vectors.to(factor.dtype)
-    new = gradients.t_mm(weights[..., rank:, :] * b)
-    if isinstance(columns, Tensor):
-        new = new * columns
-    return _top(new + (weights[..., :rank, :] * a).mT @ factor, pairs, small)
+def padded_spectrum(values: Tensor, factor: Tensor) -> Tensor:
+    """Eigenvalues in the factor's dtype, zeros beyond P, (..., L)."""
+    missing = factor.shape[-2] - values.shape[-1]
+    return (F.pad(values, (0, missing)) if missing else values).to(factor.dtype)
 
 
-def _through_parameters(old: Tensor, gradients: GradientOperator, gain_root: float | Tensor) -> TopFactor:
-    """By the eigenvectors of the P×P matrix itself; ranks beyond P are filled with zeros."""
-    rank, size = old.shape[-2:]
-    rows = gradients.form() * gain_root
-    matrix = gram_float64(old.mT) + gram_float64(rows.mT)
-    pairs = leading_eigenpairs(matrix, min(rank, size))
-    new = (pairs.vectors * pairs.values.sqrt().unsqueeze(-2)).mT.to(old.dtype)
-    missing = rank - new.shape[-2]
-    pairs = pairs._replace(values=F.pad(pairs.values, (0, missing)))
-    return _top(F.pad(new, (0, 0, 0, missing)), pairs, matrix)
-
-
-def _top(factor: Tensor, pairs: Eigenpairs, matrix: Tensor) -> TopFactor:
-    """Results in the factor's dtype."""
-    total = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
-    largest = pairs.values.amax(-1) if pairs.values.shape[-1] else torch.ones_like(total)
-    residual = pairs.residual / largest.clamp_min(torch.finfo(largest.dtype).tiny)
-    return TopFactor(factor, *(x.to(factor.dtype) for x in (pairs.values, total, residual)))
+def relative_residual(pairs: Eigenpairs) -> Tensor:
+    """Residual relative to the largest eigenvalue, (...)."""
+    if not pairs.values.shape[-1]:
+        return pairs.residual
+    return pairs.residual / pairs.values.amax(-1).clamp_min(torch.finfo(pairs.values.dtype).tiny)
 
 
 def _bordered(corner: Tensor, cross: Tensor, gram: Tensor) -> Tensor:
@@ -118,7 +249,3 @@ def _bordered(corner: Tensor, cross: Tensor, gram: Tensor) -> Tensor:
     cross, gram = cross.to(torch.float64), gram.to(torch.float64)
     upper = torch.cat([corner, cross.mT], dim=-1)
     return torch.cat([upper, torch.cat([cross, gram], dim=-1)], dim=-2)
-
-
-def _sqrt(value: float | Tensor) -> float | Tensor:
-    return value.sqrt() if isinstance(value, Tensor) else value**0.5

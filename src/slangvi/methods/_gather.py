@@ -19,11 +19,20 @@ from slangvi.grads.batched import BatchedPass
 from slangvi.grads.dense import batch_size
 from slangvi.types import GradientOperator, Params, ParamSpec
 
-__all__ = ["GRADIENT_REMEDY", "Gatherer", "check_schedule", "dense_gatherer", "factored_gatherer"]
+__all__ = [
+    "GRADIENT_REMEDY",
+    "FactoredGatherer",
+    "Gatherer",
+    "check_schedule",
+    "checked_values",
+    "dense_gatherer",
+]
 
 LogLikelihood = Callable[[Params, Any], Tensor]
 # (layout, draws (S, P), batch) → operator with R = S·M rows, and the mean log-likelihood over them.
 Gatherer = Callable[[ParamSpec, Tensor, Any], tuple[GradientOperator, float]]
+# The layout, and what decides which layers are called with which shapes.
+Kind = tuple[ParamSpec, object]
 GRADIENT_REMEDY = (
     "Look for NaN, Inf or huge values (squares must fit the dtype) in the inputs and the loss, or skip this batch."
 )
@@ -41,77 +50,107 @@ def dense_gatherer(log_likelihood: LogLikelihood, memory_limit: int | None) -> G
     def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
         count = batch_size(batch)
         with torch.no_grad():
-            values = [_checked(log_likelihood(spec.unflatten(theta), batch), count) for theta in thetas]
+            values = [checked_values(log_likelihood(spec.unflatten(theta), batch), count) for theta in thetas]
         operator = per_example_gradients(log_likelihood, spec, thetas, batch, memory_limit)
         return operator, float(torch.stack(values).mean())
 
     return gather
 
 
-def factored_gatherer(log_likelihood: LogLikelihood, model: nn.Module | None, rank: int, verify: bool) -> Gatherer:
-    """Factors captured from the layers of the module behind the log-likelihood."""
-    if model is None:
-        raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
-    captures: dict[tuple[ParamSpec, torch.dtype], GradientCapture] = {}
-    # Batches of these shapes were once captured draw by draw, checked, and found to need nothing but rules.
-    simple: dict[tuple[ParamSpec, object], BatchedPass] = {}
-    uses: Counter[tuple[ParamSpec, object]] = Counter()
+class FactoredGatherer:
+    """Factors captured from the layers of the module behind the log-likelihood.
 
-    dtypes = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
+    Batches of new shapes are captured draw by draw and checked. Where nothing but rules is needed and vmap can follow,
+    later ones go through the model once for all draws, and are checked again at the 2nd, 4th, 8th, … time.
 
-    def capture_for(spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
-        key = (spec, dtype)
-        if key not in captures:
-            known = _with_aliases(spec, model)
-            captures[key] = GradientCapture(model, known, dtype, verify=verify, leaf_totals=False)
-        return captures[key]
+    Args:
+        log_likelihood: (params, batch) → (M,).
+        model: the module it calls.
+        rank: L.
+        verify: check examples against the definition of their gradient.
+    """
 
-    def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
+    def __init__(self, log_likelihood: LogLikelihood, model: nn.Module, rank: int, verify: bool) -> None:
+        self.log_likelihood = log_likelihood
+        self.model = model
+        self.rank = rank
+        self.verify = verify
+        self.dtypes = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
+        self._captures: dict[tuple[ParamSpec, torch.dtype], GradientCapture] = {}
+        self._simple: dict[Kind, BatchedPass] = {}
+        self._uses: Counter[Kind] = Counter()
+
+    def __call__(self, spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
+        """The operator with R = S·M rows, and the mean log-likelihood over them."""
+        kind = self.kind(spec, batch)
+        fast = self.trusted(kind)
+        self.count(kind)
         count = batch_size(batch)
-        kind = (spec, _shapes_of(batch, model))
-        uses[kind] += 1
-        recheck = kind in simple and uses[kind] & (uses[kind] - 1) == 0
-        if kind in simple and not recheck:
+        if fast is not None:
             try:
-                group, table = simple[kind].gather(thetas, batch)
+                group, table = fast.gather(thetas, batch)
             except Exception:  # another path through the model: draw by draw says what is wrong, if anything
-                recheck = True
+                self._simple.pop(kind, None)
             else:
                 for row in table:
-                    _checked(row, count)
-                return FactoredGradients(spec, [group], rank, thetas), float(table.mean())
-        simple.pop(kind, None)
-        capture, groups, values = capture_for(spec, thetas.dtype), [], []
+                    checked_values(row, count)
+                return self.operator(spec, [group], thetas), float(table.mean())
+        recheck = self._simple.pop(kind, None) is not None or fast is not None
+        return self._draw_by_draw(kind, thetas, batch, recheck)
+
+    def kind(self, spec: ParamSpec, batch: Any) -> Kind:
+        """What decides which layers are called with which shapes."""
+        return spec, _shapes_of(batch, self.model)
+
+    def trusted(self, kind: Kind) -> BatchedPass | None:
+        """The pass over all draws for the next batch of a kind, unless there is none or a check is due."""
+        next_use = self._uses[kind] + 1
+        return None if next_use & (next_use - 1) == 0 else self._simple.get(kind)
+
+    def count(self, kind: Kind) -> None:
+        """Note that a batch of this kind was used."""
+        self._uses[kind] += 1
+
+    def operator(self, spec: ParamSpec, groups: list[RowGroup], like: Tensor) -> FactoredGradients:
+        """The operator over rows of these groups."""
+        return FactoredGradients(spec, groups, self.rank, like)
+
+    def _draw_by_draw(self, kind: Kind, thetas: Tensor, batch: Any, recheck: bool) -> tuple[FactoredGradients, float]:
+        spec, count = kind[0], batch_size(batch)
+        capture, groups, values = self._capture_for(spec, thetas.dtype), [], []
         capture.assembler.check_next = recheck
         for theta in thetas:
-            params = {
-                name: value.detach().to(dtypes[name]).requires_grad_() for name, value in spec.unflatten(theta).items()
-            }
-            with torch.enable_grad(), capture.recording():
-                value = _checked(log_likelihood(params, batch), count)
-                grads = torch.autograd.grad(-value.sum(), list(params.values()), allow_unused=True)
-            totals = {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}
-            found = capture.collect(params, totals, count)
-            if not found:
-                raise ValueError(
-                    "log_likelihood did not call model, so its layers cannot be read. Pass the right model=."
-                )
+            found, value = self._captured(capture, spec.unflatten(theta), batch, count)
             groups += found
-            values.append(value.detach())
+            values.append(value)
         capture.forget_inputs()
-        fast = BatchedPass(model, capture.assembler.spec, log_likelihood)
-        same_dtype = set(dtypes.values()) == {thetas.dtype}
-        if (
-            verify
-            and same_dtype
-            and capture.assembler.rules_sufficed
-            and fast.possible
-            and _agrees(fast, thetas, batch, groups)
-        ):
-            simple[kind] = fast
-        return FactoredGradients(spec, groups, rank, thetas), float(torch.stack(values).mean())
+        fast = BatchedPass(self.model, capture.assembler.spec, self.log_likelihood)
+        same_dtype = set(self.dtypes.values()) == {thetas.dtype}
+        simple = self.verify and same_dtype and capture.assembler.rules_sufficed and fast.possible
+        if simple and _agrees(fast, thetas, batch, groups):
+            self._simple[kind] = fast
+        return self.operator(spec, groups, thetas), float(torch.stack(values).mean())
 
-    return gather
+    def _captured(
+        self, capture: GradientCapture, draw: Params, batch: Any, count: int
+    ) -> tuple[list[RowGroup], Tensor]:
+        """Rows and log-likelihoods at one draw, through the hooks."""
+        params = {name: value.detach().to(self.dtypes[name]).requires_grad_() for name, value in draw.items()}
+        with torch.enable_grad(), capture.recording():
+            value = checked_values(self.log_likelihood(params, batch), count)
+            grads = torch.autograd.grad(-value.sum(), list(params.values()), allow_unused=True)
+        totals = {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}
+        found = capture.collect(params, totals, count)
+        if not found:
+            raise ValueError("log_likelihood did not call model, so its layers cannot be read. Pass the right model=.")
+        return found, value.detach()
+
+    def _capture_for(self, spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
+        key = (spec, dtype)
+        if key not in self._captures:
+            known = _with_aliases(spec, self.model)
+            self._captures[key] = GradientCapture(self.model, known, dtype, verify=self.verify, leaf_totals=False)
+        return self._captures[key]
 
 
 def _shapes_of(batch: Any, model: nn.Module) -> object:
@@ -145,7 +184,8 @@ def _agrees(fast: BatchedPass, thetas: Tensor, batch: Any, groups: list[RowGroup
     return all(gap <= tolerance * scale for gap in gaps.values())
 
 
-def _checked(values: Any, num_examples: int) -> Tensor:
+def checked_values(values: Any, num_examples: int) -> Tensor:
+    """Refuse anything but one finite log-likelihood per example."""
     if not isinstance(values, Tensor) or values.shape != (num_examples,):
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(

@@ -18,8 +18,12 @@ from slangvi._flat import state_dtype
 from slangvi._steps import ELBO, Prior, Rate, Schedule, rate_at, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.grads.assemble import Engine
-from slangvi.linalg import LowRankPrecision, factorize, top_factor
-from slangvi.methods._gather import GRADIENT_REMEDY, check_schedule, dense_gatherer, factored_gatherer
+from slangvi.linalg import LowRankPrecision, factorize
+from slangvi.linalg.topk import padded_spectrum, relative_residual
+from slangvi.methods._gather import GRADIENT_REMEDY, FactoredGatherer, check_schedule, dense_gatherer
+from slangvi.methods._graph import Numbers
+from slangvi.methods._graph_runner import GraphRunner
+from slangvi.methods._lowrank_step import Proposed, Rates, observe, propose
 from slangvi.optimizer import Settings, VariationalOptimizer
 from slangvi.types import GradientOperator, Params, ParamSpec, Transform
 
@@ -59,7 +63,7 @@ class Info:
     Args:
         step: number of the step, from 1.
         num_rows: R, per-example gradients used.
-        spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,).
+        leading: the leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,), or a matrix that has them, (L, L).
         total: sum of all its eigenvalues; `captured` is the share that U⁺ holds.
         residual: bound on the relative error of those eigenpairs; 0 when they were computed in full.
         clipped: Σ of negative diagonal corrections set to zero; rounding only.
@@ -68,13 +72,21 @@ class Info:
 
     step: int
     num_rows: int
-    spectrum: Tensor
+    leading: Tensor
     total: Tensor
     residual: Tensor
     clipped: Tensor
     expected_log_likelihood: float = float("nan")
     _state: State | None = field(default=None, repr=False)
     _prior: Prior | None = field(default=None, repr=False)
+
+    @cached_property
+    def spectrum(self) -> Tensor:
+        """Leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,)."""
+        if self.leading.ndim == 1:
+            return self.leading
+        values: Tensor = torch.linalg.eigvalsh(self.leading)
+        return values.flip(-1).clamp_min(0.0)
 
     @property
     def captured(self) -> float:
@@ -155,31 +167,28 @@ def update(
         The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
         that is not finite.
     """
-    step, U, d = state.step + 1, state.prec_factor, state.prec_diag
-    beta = (precision_lr or lr).value
-    weight = num_data / gradients.num_rows
-    total, squares = gradients.sum(), gradients.square_sum()
-    require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, squares)
+    step, weight = state.step + 1, num_data / gradients.num_rows
+    beta = precision_lr or lr
+    rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, 1 - momentum**step)
+    observed = observe(state.prec_factor, gradients, weight, rates)
+    require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, observed.total, observed.squares)
+    pairs = observed.problem.pairs()
+    new = propose(
+        state.loc, state.prec_diag, state.momentum, observed, pairs.values, pairs.vectors, weight, prior, rates
+    )
+    if not bool(torch.isfinite(new.told).all()):
+        require_finite("the new precision", step, state.spec, _STATE_REMEDY, new.prec_diag, new.prec_factor)
+        require_finite("the new mean", step, state.spec, _STATE_REMEDY, new.loc)
+    after = state_of(new, step, state.spec)
+    told = (padded_spectrum(pairs.values, new.prec_factor), new.told[0], relative_residual(pairs), new.told[1])
+    return after, Info(step, gradients.num_rows, *told, _state=after, _prior=prior)
 
-    per_tensor = (precision_lr or lr).per_tensor
-    gains = None if per_tensor is None else per_tensor * weight
-    top = top_factor(U, gradients, keep=1 - beta, gain=beta * weight, gain_per_tensor=gains)
-    diag_A = (1 - beta) * U.square().sum(0) + beta * weight * squares
-    correction = diag_A - top.factor.square().sum(0)
-    diag = (1 - beta) * d + beta * prior.precision + correction.clamp_min(0)
-    require_finite("the new precision", step, state.spec, _STATE_REMEDY, diag, top.factor)
 
-    average = momentum * state.momentum + (1 - momentum) * weight * total
-    gradient = average / (1 - momentum**step) + prior.precision * (state.loc - prior.mean)
-    precision = factorize(top.factor, diag)
-    loc = state.loc - lr.value * precision.solve(gradient)
-    require_finite("the new mean", step, state.spec, _STATE_REMEDY, loc)
-
-    new = State(loc, top.factor, diag, average, step, state.spec)
-    new.__dict__["precision"] = precision  # fills the cached property: the next draw needs the same factorisation
-    clipped = (-correction).clamp_min(0).sum()
-    told = (top.spectrum, top.total, top.residual, clipped)
-    return new, Info(step, gradients.num_rows, *told, _state=new, _prior=prior)
+def state_of(new: Proposed, step: int, spec: ParamSpec) -> State:
+    """The state that was proposed, with its factorisation, which the next draw needs."""
+    state = State(new.loc, new.prec_factor, new.prec_diag, new.momentum, step, spec)
+    state.__dict__["precision"] = new.precision  # fills the cached property
+    return state
 
 
 _STATE_REMEDY = "Lower lr, raise prior_precision or init_precision, or use float64 parameters."
@@ -223,6 +232,7 @@ def build(
     engine: Engine | None = None,
     verify: bool = True,
     memory_limit: int | None = None,
+    compile: bool = False,
 ) -> Transform:
     """SLANG as pure functions over an immutable state.
 
@@ -242,6 +252,9 @@ def build(
         engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
         verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
         memory_limit: bytes the dense engine's rows may take.
+        compile: capture the step in CUDA graphs and replay them: several times faster for networks whose kernels are
+            small. Needs the factored engine and a CUDA device; otherwise a warning says why steps run eagerly.
+            Python code in `log_likelihood` then runs only when a graph is captured and when a check is due.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -268,10 +281,13 @@ def build(
     ceiling = 1.0 if precision_lr is None else float("inf")
     check_schedule("lr", lr, ceiling)
     check_schedule("precision_lr", precision_lr, 1.0)
+    factored = None
     if kind == "factored":
-        gather = factored_gatherer(log_likelihood, model, rank, _checks.flag("verify", verify))
-    else:
-        gather = dense_gatherer(log_likelihood, memory_limit)
+        if model is None:
+            raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
+        factored = FactoredGatherer(log_likelihood, model, rank, _checks.flag("verify", verify))
+    gather = factored or dense_gatherer(log_likelihood, memory_limit)
+    graphs = GraphRunner(factored, draws, size / heat, decay) if _checks.flag("compile", compile) else None
     priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
 
     def prior_of(state: State) -> Prior:
@@ -291,6 +307,11 @@ def build(
         step = state.step + 1
         alpha = rate_at("lr", lr, step, ceiling)
         beta = None if precision_lr is None else Rate(rate_at("precision_lr", precision_lr, step, 1.0))
+        if graphs is not None:
+            numbers = Numbers(alpha, alpha if beta is None else float(beta.value), 1 - decay**step)
+            replayed = _replayed(graphs, state, batch, generator, numbers, prior_of(state), size)
+            if replayed is not None:
+                return replayed
         thetas = state.loc + state.precision.sample((draws,), generator)
         gradients, mean_log_likelihood = gather(state.spec, thetas, batch)
         new, info = update(
@@ -305,6 +326,34 @@ def build(
         return new, replace(info, expected_log_likelihood=size * mean_log_likelihood)
 
     return Transform(begin, advance, sample, posterior)
+
+
+def _replayed(
+    graphs: GraphRunner,
+    state: State,
+    batch: Any,
+    generator: torch.Generator | None,
+    numbers: Numbers,
+    prior: Prior,
+    num_data: int,
+) -> tuple[State, Info] | None:
+    """A step by replaying graphs, or None when it has to be taken eagerly."""
+    step = state.step + 1
+
+    def check(what: str, *vectors: Tensor) -> None:
+        remedy = GRADIENT_REMEDY if what == "the gradient" else _STATE_REMEDY
+        require_finite(what, step, state.spec, remedy, *vectors)
+
+    done = graphs.step(state, batch, generator, numbers, prior, check)
+    if done is None:
+        return None
+    loc, diag, momentum = done.tensors[:3]
+    after = State(loc, done.tensors[3:], diag, momentum, step, state.spec)
+    graphs.remember(after, done)
+    told = torch.tensor((done.total, done.residual, done.clipped), dtype=loc.dtype)
+    leading = done.ritz.to(loc.dtype) if done.ritz.ndim == 2 else padded_spectrum(done.ritz, after.prec_factor)
+    fit = num_data * done.mean_log_likelihood
+    return after, Info(step, done.num_rows, leading, told[0], told[1], told[2], fit, after, prior)
 
 
 class SLANG(VariationalOptimizer[State, Info]):

@@ -1,0 +1,137 @@
+r"""Warm-started subspace iteration: X ← orthonormalise(KX), then Rayleigh–Ritz.
+
+K is seen only through the product X ↦ KX, which may be a matrix or an operator. Nothing here waits for the device
+except `ritz`, whose small eigenproblem (L + OVERSAMPLING rows) is solved on the CPU: it is far below the size at which
+a GPU is any faster.
+
+After k products the angle to the leading L vectors has shrunk by (λ_{L+OVERSAMPLING+1}/λ_L)^k. One step of SLANG moves
+K by a share β only, so the previous factor, which lies along the first L coordinates, is close already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["OVERSAMPLING", "Ritz", "projected", "pursued", "ritz", "sharpened", "starting_block"]
+
+Apply = Callable[[Tensor], Tensor]
+
+# Vectors beyond the L asked for: they speed up convergence, and find what the previous factor lacks.
+OVERSAMPLING = 4
+# How much chance is mixed into the coordinates of the previous factor. Without it an old factor made of exact
+# eigenvectors would never show that others have overtaken it.
+_CHANCE = 0.1
+
+
+class Ritz(NamedTuple):
+    """Leading pairs of K restricted to the span of X.
+
+    Args:
+        values: θ, largest first, clamped at 0, (..., L).
+        inner: coordinates of the Ritz vectors in X, (..., b, L).
+        residual: largest ‖Ky − θy‖ of the L pairs, (...).
+    """
+
+    values: Tensor
+    inner: Tensor
+    residual: Tensor
+
+
+@lru_cache(maxsize=16)
+def starting_block(
+    size: int, count: int, known: int, dtype: torch.dtype, device: torch.device, extra: int = OVERSAMPLING
+) -> Tensor:
+    """Orthonormal (n, L + extra): the first `known` coordinates with a little chance, and random vectors.
+
+    The random numbers come from a source of their own, so that no random state is involved.
+    """
+    source = torch.Generator().manual_seed(0)
+    block = torch.randn(size, count + extra, dtype=torch.float64, generator=source) / size**0.5
+    block[:, :known] *= _CHANCE
+    block[:known, :known] += torch.eye(known, dtype=torch.float64)
+    basis: Tensor = torch.linalg.qr(block).Q
+    return basis.to(device, dtype)
+
+
+def sharpened(apply: Apply, block: Tensor, steps: int) -> Tensor:
+    """The block after `steps` products. Columns are straightened in between; `ritz` does not need them orthonormal."""
+    block = apply(block)
+    for _ in range(steps - 1):
+        block = apply(_straightened(block))
+    return block
+
+
+def _straightened(block: Tensor) -> Tensor:
+    """Columns with the same span, orthonormal up to rounding times their condition; applied twice, exactly so.
+
+    The shift, relative to each column's length, keeps the factorisation alive when columns are dependent; what it costs
+    is repaired by the second time. Columns without content stay zero.
+    """
+    if block.shape[-1] == 1:
+        return block * block.square().sum(-2, keepdim=True).clamp_min(torch.finfo(block.dtype).tiny).rsqrt()
+    gram = block.mT @ block
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal.mul_(1.0 + 16 * block.shape[-1] * torch.finfo(block.dtype).eps).add_(torch.finfo(block.dtype).tiny)
+    factor = torch.linalg.cholesky_ex(gram).L
+    straight: Tensor = torch.linalg.solve_triangular(factor.mT, block, upper=True, left=False)
+    return straight
+
+
+def pursued(apply: Apply, block: Tensor, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The leading L vectors without Rayleigh–Ritz, for when the start is good and nothing may wait.
+
+    Two products between straightenings: the columns of a good start are close to single eigenvectors, so that lengths
+    are all that sets them apart.
+
+    Args:
+        apply: X ↦ KX.
+        block: start, one column for each pair asked for, (n, L).
+        rounds: of two products each.
+
+    Returns:
+        Vectors X that span nearly the leading space, (n, L); XᵀKX, whose eigenvalues are theirs, (L, L); and their
+        flaws, (2,): ‖KX − X(XᵀKX)‖ by the worst column relative to the largest entry, and the worst entry of XᵀX − I.
+    """
+    for _ in range(rounds):
+        block = _straightened(apply(apply(block)))
+    image = apply(block)
+    small = block.mT @ image
+    left = torch.linalg.vector_norm(image - block @ small, dim=0).amax()
+    tilt = (block.mT @ block - torch.eye(block.shape[1], dtype=block.dtype, device=block.device)).abs().amax()
+    largest = small.diagonal().amax().clamp_min(torch.finfo(block.dtype).tiny)
+    return block, small, torch.stack([left / largest, tilt])
+
+
+def projected(apply: Apply, block: Tensor) -> Tensor:
+    """What `ritz` needs: XᵀX, XᵀKX and XᵀK²X, (..., 3, b, b) in float64."""
+    image, block = apply(block).to(torch.float64), block.to(torch.float64)
+    return torch.stack([block.mT @ block, block.mT @ image, image.mT @ image], dim=-3)
+
+
+def ritz(small: Tensor, count: int) -> Ritz:
+    """Leading pairs from `projected`: y = Xw with wᵀ(XᵀX)w = 1, ‖Ky − θy‖² = wᵀ(XᵀK²X)w − θ².
+
+    Columns are brought to length one before XᵀX is factorised; directions within its rounding are left out, by way of
+    the shift, which makes their w small.
+    """
+    gram, first, second = np.moveaxis(small.cpu().numpy(), -3, 0)
+    lengths = np.sqrt(np.maximum(np.diagonal(gram, axis1=-2, axis2=-1), np.finfo(np.float64).tiny))
+    scale = 1.0 / (lengths[..., :, None] * lengths[..., None, :])
+    shift = 16 * gram.shape[-1] * np.finfo(np.float64).eps
+    factor = np.linalg.cholesky(gram * scale + shift * np.eye(gram.shape[-1]))
+    white = np.linalg.inv(factor)
+    white_t = np.swapaxes(white, -1, -2)
+    values, turned = np.linalg.eigh(white @ (first * scale) @ white_t)
+    values, turned = values[..., ::-1][..., :count], turned[..., ::-1][..., :count]
+    inner = white_t @ turned
+    square = (inner * ((second * scale) @ inner)).sum(-2) - values * values
+    residual = np.sqrt(np.maximum(square, 0.0).max(-1))
+    inner = inner / lengths[..., :, None]
+    found = (np.maximum(values, 0.0), inner, residual)
+    return Ritz(*(torch.from_numpy(np.ascontiguousarray(x)).to(small.device) for x in found))

@@ -1,0 +1,139 @@
+"""Which steps are replayed from graphs, and what is said when none can be."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slangvi._steps import Prior
+from slangvi.grads.batched import BatchedPass
+from slangvi.methods._gather import FactoredGatherer
+from slangvi.methods._graph import Captured, Numbers, Outcome
+from slangvi.types import ParamSpec
+
+__all__ = ["GraphRunner"]
+
+# Graphs hold memory of their own; models that see many shapes of batch keep the latest few.
+_MOST_GRAPHS = 4
+
+
+class GraphRunner:
+    """Takes steps by replaying graphs where that is possible, and says once why when it is not.
+
+    Args:
+        gatherer: the factored engine of the functional interface, or None for the dense one.
+        draws: S.
+        num_data: N over the temperature.
+        momentum: γ.
+    """
+
+    def __init__(self, gatherer: FactoredGatherer | None, draws: int, num_data: float, momentum: float) -> None:
+        self.gatherer = gatherer
+        self.draws, self.num_data, self.momentum = draws, num_data, momentum
+        self.graphs: dict[object, Captured] = {}
+        self._given_up = False
+        # The state a graph has just made, which need not be copied back to it.
+        self._made: tuple[weakref.ref[Any], Captured] | None = None
+
+    def step(
+        self,
+        state: Any,
+        batch: Any,
+        generator: torch.Generator | None,
+        numbers: Numbers,
+        prior: Prior,
+        check: Callable[..., None],
+    ) -> Outcome | None:
+        """One step, or None when it has to be taken eagerly: the first of its kind, a check is due, or for good.
+
+        Args:
+            state: a `slang.State`.
+            batch: as `log_likelihood` takes it.
+            generator: source of the draws.
+            numbers: rates of this step.
+            prior: λ and μ₀.
+            check: raises when a vector is not finite.
+        """
+        if self._given_up or self._declined(state.loc.device):
+            return None
+        assert self.gatherer is not None
+        kind = self.gatherer.kind(state.spec, batch)
+        fast = self.gatherer.trusted(kind)
+        if fast is None:
+            return None
+        graph = self._graph(kind, fast, state, batch, generator, prior)
+        if graph is None:
+            return None
+        self.gatherer.count(kind)
+        made, self._made = self._made, None
+
+        def reload() -> None:
+            graph.load(_packed(state), state.precision)
+
+        if made is None or made[0]() is not state or made[1] is not graph:
+            reload()
+        return graph(batch, generator, numbers, reload, check)
+
+    def remember(self, state: Any, outcome: Outcome) -> None:
+        """Note that this state came out of that outcome: its graph still holds it."""
+        self._made = (weakref.ref(state), outcome.graph)
+
+    def _declined(self, device: torch.device) -> bool:
+        if self.gatherer is None:
+            return self._give_up('it needs engine="factored" with model=')
+        if device.type != "cuda":
+            return self._give_up(f"parameters are on {device.type}, and only CUDA devices have graphs")
+        return False
+
+    def _give_up(self, reason: str) -> bool:
+        self._given_up = True
+        warnings.warn(f"compile=True has no effect: {reason}. Steps run eagerly.", UserWarning, stacklevel=6)
+        return True
+
+    def _graph(
+        self,
+        kind: tuple[ParamSpec, object],
+        fast: BatchedPass,
+        state: Any,
+        batch: Any,
+        generator: torch.Generator | None,
+        prior: Prior,
+    ) -> Captured | None:
+        assert self.gatherer is not None
+        key = (kind, generator is None, _baked_in(self.gatherer, state.spec))
+        if key not in self.graphs:
+            while len(self.graphs) >= _MOST_GRAPHS:
+                self.graphs.pop(next(iter(self.graphs)))
+            settings = (self.draws, self.num_data, self.momentum, generator)
+            try:
+                self.graphs[key] = Captured(fast, self.gatherer, state.spec, _packed(state), batch, prior, *settings)
+            except Exception as error:
+                torch.cuda.synchronize()
+                cause = _first_cause(error)
+                self._give_up(f"the step could not be captured ({type(cause).__name__}: {cause})")
+                return None
+        return self.graphs[key]
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What went wrong first: a capture that fails fails again when it is closed."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _packed(state: Any) -> Tensor:
+    return torch.cat([torch.stack([state.loc, state.prec_diag, state.momentum]), state.prec_factor])
+
+
+def _baked_in(gatherer: FactoredGatherer, spec: ParamSpec) -> tuple[object, ...]:
+    """What a graph reads by address or has settled when captured: frozen tensors, buffers, autocast."""
+    model, inferred = gatherer.model, set(spec.names)
+    tensors = [p for name, p in model.named_parameters() if name not in inferred]
+    addresses = tuple(x.data_ptr() for x in (*tensors, *model.buffers()))
+    return addresses, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")

@@ -1,0 +1,127 @@
+r"""The arithmetic of one low-rank step, in two halves around the small eigenproblem.
+
+`observe` turns gradients into the eigenproblem, `propose` turns its solution into the new state. Neither waits for the
+device nor looks at a number, and rates may be tensors without dimensions: the same two functions run eagerly, inside a
+captured graph, and for many replicas under vmap.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from slangvi._steps import Prior
+from slangvi.linalg import LowRankPrecision, Problem, Route, choose_route, factorize
+from slangvi.linalg.lowrank import column_squares, sums
+from slangvi.types import GradientOperator
+
+__all__ = ["Observed", "Proposed", "Rates", "observe", "propose"]
+
+
+class Rates(NamedTuple):
+    """The numbers of one step; each a number, a tensor without dimensions, or (P,) where groups differ.
+
+    Args:
+        lr: α.
+        precision_lr: β.
+        precision_lr_per_tensor: β with one entry per parameter tensor; None when it is one number.
+        momentum: γ.
+        correction: 1 − γᵗ.
+    """
+
+    lr: float | Tensor
+    precision_lr: float | Tensor
+    precision_lr_per_tensor: Tensor | None
+    momentum: float | Tensor
+    correction: float | Tensor
+
+
+class Observed(NamedTuple):
+    """What a step needs from the gradients.
+
+    Args:
+        total: Σ_r g_r, (P,).
+        squares: Σ_r g_r ∘ g_r, (P,).
+        problem: the eigenproblem of (1−β)UUᵀ + βĜ.
+    """
+
+    total: Tensor
+    squares: Tensor
+    problem: Problem
+
+
+class Proposed(NamedTuple):
+    """The state after a step, not yet looked at.
+
+    Args:
+        loc: μ⁺, (P,).
+        prec_factor: U⁺ by rows, (L, P).
+        prec_diag: d⁺, (P,).
+        momentum: m⁺, (P,).
+        precision: U⁺U⁺ᵀ + diag d⁺, factorised.
+        told: trace of (1−β)UUᵀ + βĜ, Σ of negative diagonal corrections set to zero, and the sums of μ⁺ and d⁺, finite
+            only if these are, (4,).
+    """
+
+    loc: Tensor
+    prec_factor: Tensor
+    prec_diag: Tensor
+    momentum: Tensor
+    precision: LowRankPrecision
+    told: Tensor
+
+
+def observe(
+    factor: Tensor, gradients: GradientOperator, weight: float, rates: Rates, route: Route | None = None
+) -> Observed:
+    """Sums, and the eigenproblem of (1−β)UUᵀ + β·weight·GᵀG.
+
+    Args:
+        factor: U by rows, (L, P).
+        gradients: operator with R rows.
+        weight: N/R.
+        rates: of this step.
+        route: how the eigenproblem is to be solved; None takes the cheapest by count.
+    """
+    beta, per_tensor = rates.precision_lr, rates.precision_lr_per_tensor
+    gains = None if per_tensor is None else per_tensor * weight
+    problem = Problem(factor, gradients, 1 - beta, beta * weight, gains, route or choose_route(factor, gradients))
+    return Observed(gradients.sum(), gradients.square_sum(), problem)
+
+
+def propose(
+    loc: Tensor,
+    diag: Tensor,
+    momentum: Tensor,
+    observed: Observed,
+    values: Tensor,
+    vectors: Tensor,
+    weight: float,
+    prior: Prior,
+    rates: Rates,
+) -> Proposed:
+    """The new state from the leading eigenpairs; the equations are those of `slang.update`.
+
+    Args:
+        loc: μ, (P,).
+        diag: d, (P,).
+        momentum: m, (P,).
+        observed: what `observe` returned.
+        values: leading eigenvalues, (L,).
+        vectors: their vectors as columns, (n, L).
+        weight: N/R.
+        prior: λ and μ₀.
+        rates: of this step.
+    """
+    beta, gamma = rates.precision_lr, rates.momentum
+    new = observed.problem.solution(values, vectors)
+    diag_A = (1 - beta) * column_squares(observed.problem.factor) + (beta * weight) * observed.squares
+    correction = diag_A - column_squares(new)
+    new_diag = (1 - beta) * diag + beta * prior.precision + correction.clamp_min(0)
+    average = gamma * momentum + (1 - gamma) * weight * observed.total
+    gradient = average / rates.correction + prior.precision * (loc - prior.mean)
+    precision = factorize(new, new_diag)
+    new_loc = loc - rates.lr * precision.solve(gradient)
+    told = sums(diag_A, (-correction).clamp_min(0), new_loc, new_diag)
+    return Proposed(new_loc, new, new_diag, average, precision, told)
