@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.installed-demo
+PEERS  := $(VENV)/.installed-peers
+BENCH  ?= step layers scale
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format types unit bench docs clean
@@ -54,10 +56,21 @@ unit: $(STAMP) ## tests and doctests, two workers, coverage of src must reach 95
 	@echo "--> pytest"
 	@$(BIN)/python -m pytest -q -n 2 -m "not slow" --cov --cov-report=term --cov-fail-under=95 $(PYTEST_ARGS)
 
-bench: $(STAMP) ## time a step against Adam and IVON
-	@echo "--> benchmarks/step.py"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps ivon-opt
-	@$(BIN)/python benchmarks/step.py --out benchmarks/results/step-cpu.json
+# The list is complete and nothing else is resolved, so that no peer can bring another torch.
+$(PEERS): $(STAMP) benchmarks/peers.txt
+	@echo "--> installing the peers into $(VENV)"
+	@if [ -x $(BIN)/uv ]; then \
+	  VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/uv pip install --quiet --no-deps -r benchmarks/peers.txt; \
+	else \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt; \
+	fi
+	@touch $@
+
+bench: $(PEERS) ## measure against Adam, IVON and others, write docs/performance.md
+	@for name in $(BENCH); do \
+	  echo "--> slangvi bench $$name $(BENCH_ARGS)" && $(BIN)/slangvi bench $$name $(BENCH_ARGS) || exit 1; \
+	done
+	@$(BIN)/slangvi bench report
 
 docs: $(STAMP) ## build the documentation, warnings are errors
 	@echo "--> sphinx"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slangvi._steps import ELBO as ELBO
     from slangvi._steps import inverse_time as inverse_time
     from slangvi.distributions import LowRankPrecisionNormal as LowRankPrecisionNormal
+    from slangvi.errors import MemoryExceededError as MemoryExceededError
     from slangvi.errors import NumericalError as NumericalError
     from slangvi.errors import UnsupportedModuleError as UnsupportedModuleError
     from slangvi.errors import UnverifiedGradientsWarning as UnverifiedGradientsWarning
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from slangvi.likelihoods import Bernoulli as Bernoulli
     from slangvi.likelihoods import Categorical as Categorical
     from slangvi.likelihoods import Gaussian as Gaussian
+    from slangvi.memory import estimate_memory as estimate_memory
     from slangvi.methods import slang as slang
     from slangvi.methods.slang import SLANG as SLANG
     from slangvi.optimizer import VariationalOptimizer as VariationalOptimizer
@@ -44,9 +46,12 @@ __all__ = [
     "functional_samples",
     "predictive_samples",
     "metrics",
+    # memory
+    "estimate_memory",
     # extension and errors
     "register_rule",
     "VariationalOptimizer",
+    "MemoryExceededError",
     "NumericalError",
     "UnsupportedModuleError",
     "UnverifiedGradientsWarning",
@@ -58,9 +63,11 @@ _HOMES = {
     "ELBO": "slangvi._steps",
     "inverse_time": "slangvi._steps",
     "LowRankPrecisionNormal": "slangvi.distributions",
+    "MemoryExceededError": "slangvi.errors",
     "NumericalError": "slangvi.errors",
     "UnsupportedModuleError": "slangvi.errors",
     "UnverifiedGradientsWarning": "slangvi.errors",
+    "estimate_memory": "slangvi.memory",
     "register_rule": "slangvi.grads.rules",
     "Bernoulli": "slangvi.likelihoods",
     "Categorical": "slangvi.likelihoods",

@@ -57,10 +57,26 @@ class Mirror:
         """Where the parameters are."""
         return next(iter(self.named.values())).device
 
-    def changed(self, loc: Tensor) -> bool:
-        """Whether somebody else wrote to a parameter, replaced its data or moved it since `loc` was written."""
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters, in flat order."""
+        return self._params
+
+    def mark(self) -> None:
+        """Note that what the parameters hold now is known."""
+        self._seen = self._marks()
+
+    def changed(self, loc: Tensor, contents: bool = True) -> bool:
+        """Whether somebody else wrote to a parameter, replaced its data or moved it since `loc` was written.
+
+        Args:
+            loc: what was written, (P,).
+            contents: also compare the numbers, on a GPU; on a CPU that is always done.
+        """
         if self._seen != self._marks():
             return True
+        if not contents and loc.device.type != "cpu":
+            return False
         # Writes through p.data leave no mark. One comparison for all spares a GPU many waits.
         if all(param.dtype is loc.dtype for param in self._params):
             return not torch.equal(torch.cat([param.detach().reshape(-1) for param in self._params]), loc)
@@ -68,15 +84,22 @@ class Mirror:
 
     def check(self, model: nn.Module) -> None:
         """Refuse to go on with parameters that were frozen, or that are no longer the model's."""
-        owned = dict(model.named_parameters(remove_duplicate=False))
         for name, param in self.named.items():
-            if owned.get(name) is not param:
+            if self._owned(model, name) is not param:
                 raise ValueError(f"parameter {name!r} was replaced in the model. Build the optimizer anew.")
             if not param.requires_grad:
                 raise ValueError(
                     f"parameter {name!r} was frozen after the optimizer was built. Unfreeze it, or build the optimizer "
                     "anew without it."
                 )
+
+    def _owned(self, model: nn.Module, name: str) -> Tensor | None:
+        """What the model has under a name, without walking through all of it."""
+        path, _, local = name.rpartition(".")
+        try:
+            return model.get_submodule(path)._parameters.get(local)
+        except AttributeError:
+            return None
 
     def write(self, flat: Tensor) -> None:
         """Put a flat vector into the parameters."""

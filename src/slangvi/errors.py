@@ -1,6 +1,12 @@
 """Exceptions and warnings that slangvi adds to Python's own."""
 
-__all__ = ["NumericalError", "UnsupportedModuleError", "UnverifiedGradientsWarning"]
+import torch
+
+__all__ = ["MemoryExceededError", "NumericalError", "UnsupportedModuleError", "UnverifiedGradientsWarning"]
+
+
+class MemoryExceededError(torch.OutOfMemoryError):
+    """Memory ran out inside slangvi; the message says what took it and which argument to change."""
 
 
 class NumericalError(ArithmeticError):

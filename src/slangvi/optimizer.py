@@ -6,7 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from slangvi import _checks
 from slangvi._flat import FlatState, Mirror, check_packed, pack, state_dtype, tensors_of
 from slangvi._groups import GroupValues, check_group
+from slangvi._out_of_memory import out_of_memory_advice
 from slangvi._steps import ELBO, Prior, Rate
 from slangvi.errors import NumericalError, UnsupportedModuleError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
 from slangvi.grads.assemble import Engine
-from slangvi.grads.blocks import FORM_BYTES
-from slangvi.types import GradientOperator, Params, ParamSpec
+from slangvi.types import GradientOperator, Params, ParamSpec, Routes
 
 __all__ = ["Settings", "VariationalOptimizer"]
 
@@ -44,7 +44,9 @@ class Settings:
         accumulation_steps: what the loop divides each micro-batch's loss by.
         engine: "factored" or "dense".
         verify: check per-example gradients of new patterns of calls.
-        memory_limit: bytes of formed gradients: per parameter kept, and in the making when a module is called again.
+        memory_limit: bytes that formed gradients of a parameter, and temporaries, may take.
+        routes: what to form, and how.
+        compile: replay the step and the draws from CUDA graphs.
     """
 
     num_data: int
@@ -55,6 +57,8 @@ class Settings:
     engine: Engine = "factored"
     verify: bool = True
     memory_limit: int | None = None
+    routes: Routes = Routes()  # noqa: RUF009 — frozen
+    compile: bool = False
 
     def __post_init__(self) -> None:
         _checks.count("num_data", self.num_data, hint="Pass the number of training examples, len(train_set).")
@@ -64,6 +68,7 @@ class Settings:
         _checks.count("accumulation_steps", self.accumulation_steps)
         _checks.choice("engine", self.engine, ("factored", "dense"))
         _checks.flag("verify", self.verify)
+        _checks.flag("compile", self.compile)
         if self.memory_limit is not None:
             _checks.count("memory_limit", self.memory_limit, hint="It is a number of bytes.")
 
@@ -174,20 +179,21 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         if train:
             self._mirror.check(self.model)
         with self._exact():
-            self._mirror.write(self._draw(self._state, self._checked_generator()))
+            self._write_draw(self._checked_generator())
         self._sampling = True
         try:
             if train:
-                with self._capture.recording():
+                with out_of_memory_advice("in sampled_params", self._state, self._rows), self._capture.recording():
                     yield
-                with self._exact():
+                advice = out_of_memory_advice("while per-example gradients were collected", self._state, self._rows)
+                with advice, self._exact():
                     groups = self._capture.collect(self._mirror.named)
                 self._rows += [self._unscaled(group) for group in groups]
             else:
                 yield
         finally:
             self._sampling = False
-            self._mirror.write(self._state.loc)
+            self._write_mean()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -224,18 +230,33 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             )
         self._sync()
         self._warn_of_small_data(rows)
-        hyper, limit = self._hyper, self.settings.memory_limit
-        with self._exact():
-            gradients = FactoredGradients(
-                self._spec, rows, self.rank, self._state.loc, FORM_BYTES if limit is None else limit
-            )
-            state, info = self._advance(
-                self._state, gradients, hyper.prior(), hyper.lr(), hyper.precision_lr(), hyper.momentum()
-            )
+        with out_of_memory_advice("in the update", self._state, rows), self._exact():
+            state, info = self._advance_rows(rows)
         if losses:
-            info = replace(info, expected_log_likelihood=self._log_likelihood(losses, gradients))  # type: ignore[type-var]
+            fit = self._log_likelihood(losses, sum(group.num_rows for group in rows))
+            info = replace(info, expected_log_likelihood=fit)  # type: ignore[type-var]
         self._state, self.info = state, info
-        self._mirror.write(state.loc)
+        self._write_mean()
+
+    def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
+        """The method's update from collected rows."""
+        hyper = self._hyper
+        gradients = FactoredGradients(self._spec, rows, self.rank, self._state.loc, self._routes)
+        return self._advance(self._state, gradients, hyper.prior(), hyper.lr(), hyper.precision_lr(), hyper.momentum())
+
+    @property
+    def _routes(self) -> Routes:
+        return self.settings.routes.within(self.settings.memory_limit)
+
+    def _write_draw(self, generator: torch.Generator | None) -> None:
+        """One draw into the model's parameters."""
+        self._mirror.write(self._draw(self._state, generator))
+        # Inside one autocast block torch would go on with its half-precision copy of the draw before.
+        torch.clear_autocast_cache()
+
+    def _write_mean(self) -> None:
+        """The mean into the model's parameters."""
+        self._mirror.write(self._state.loc)
 
     def discard_gradients(self) -> None:
         """Forget gradients collected since the last step, e.g. after skipping a batch half way."""
@@ -318,7 +339,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             self.model,
             groups,
             self.defaults,
-            asdict(self.settings),
+            {item.name: getattr(self.settings, item.name) for item in fields(self.settings)},
             keep,
             self.state_dict(),
         )
@@ -353,7 +374,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         """Take over parameters that were changed from outside: a loaded model, another device, a re-initialisation."""
         if self._sampling:
             raise RuntimeError("this needs the mean, but the weights are a sample. Leave sampled_params first.")
-        if self._mirror.changed(self._state.loc):
+        # Contents are compared once after every step: it makes a GPU wait.
+        if self._mirror.changed(self._state.loc, contents=not self._rows):
             moved = {name: value.to(self._mirror.device) for name, value in tensors_of(self._state)}
             moved["loc"] = self._mirror.read(moved["loc"])
             self._state = replace(self._state, **moved)  # type: ignore[type-var]
@@ -420,10 +442,10 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 stacklevel=5,
             )
 
-    def _log_likelihood(self, losses: list[Any], gradients: GradientOperator) -> float:
+    def _log_likelihood(self, losses: list[Any], num_rows: int) -> float:
         mean = float(sum(losses)) / len(losses) * self.settings.accumulation_steps
         if self.settings.loss_reduction == "sum":
-            mean = float(sum(losses)) / gradients.num_rows
+            mean = float(sum(losses)) / num_rows
         return -self.settings.num_data * mean
 
 

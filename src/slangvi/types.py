@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from slangvi.errors import UnsupportedModuleError
 
-__all__ = ["GradientOperator", "ParamSpec", "Params", "Transform"]
+__all__ = ["GradientOperator", "ParamSpec", "Params", "Routes", "Transform"]
 
 Params = Mapping[str, Tensor]
 
@@ -153,6 +154,54 @@ def check_parameter(name: str, value: Any) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Routes:
+    """How the factored engine goes about its work. Every choice gives the same result, at another cost.
+
+    Args:
+        layers: "auto" forms the gradients of a layer or keeps them as factors, whichever counts fewer operations and
+            fits `form_bytes`; "form" and "factor" insist. A dict of parameter names or globs to these words chooses by
+            parameter.
+        spectrum: "auto" forms the Gram matrix of all rows or applies it to a few vectors, whichever counts fewer
+            operations; "gram" and "randomized" insist.
+        form_bytes: largest tensor of formed gradients kept for one parameter.
+        chunk_bytes: largest temporary of a product.
+
+    Example:
+        >>> Routes(layers={"conv1.*": "form"}).layer("conv1.weight")
+        'form'
+    """
+
+    layers: str | Mapping[str, str] = "auto"
+    spectrum: str = "auto"
+    form_bytes: int = 1 << 28
+    chunk_bytes: int = 1 << 26
+
+    def __post_init__(self) -> None:
+        words = self.layers.values() if isinstance(self.layers, Mapping) else [self.layers]
+        for word in words:
+            if word not in ("auto", "form", "factor"):
+                raise ValueError(f"layers must say 'auto', 'form' or 'factor', got {word!r}.")
+        if self.spectrum not in ("auto", "gram", "randomized"):
+            raise ValueError(f"spectrum must be 'auto', 'gram' or 'randomized', got {self.spectrum!r}.")
+        for name in ("form_bytes", "chunk_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be a number of bytes ≥ 0, got {getattr(self, name)}.")
+
+    def within(self, memory_limit: int | None) -> Routes:
+        """The same with nothing larger than a number of bytes."""
+        if memory_limit is None:
+            return self
+        form, chunk = min(self.form_bytes, memory_limit), min(self.chunk_bytes, memory_limit)
+        return replace(self, form_bytes=form, chunk_bytes=chunk)
+
+    def layer(self, name: str) -> str:
+        """The word for a parameter; the first name or glob that fits counts."""
+        if isinstance(self.layers, str):
+            return self.layers
+        return next((word for key, word in self.layers.items() if fnmatchcase(name, key)), "auto")
+
+
 class GradientOperator(Protocol):
     """Per-example gradients G (R rows, P columns), seen through five products.
 
@@ -185,6 +234,10 @@ class GradientOperator(Protocol):
     @property
     def costs(self) -> tuple[int, int]:
         """Counted multiplications of `gram`, and of `mm` or `t_mm` for one column."""
+
+    @property
+    def spectrum_route(self) -> str:
+        """The route wished for, see `Routes.spectrum`."""
 
 
 class Transform(NamedTuple):

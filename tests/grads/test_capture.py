@@ -18,7 +18,7 @@ from cases import CASES, RANDOM_CASES, Case, build, squares
 from reference import loop_gradients
 from slangvi.errors import UnsupportedModuleError, UnverifiedGradientsWarning
 from slangvi.grads import FactoredGradients, GradientCapture
-from slangvi.types import ParamSpec
+from slangvi.types import ParamSpec, Routes
 
 
 @pytest.mark.parametrize("engine", ["factored", "dense"])
@@ -61,7 +61,7 @@ def test_factored_engine_never_forms_layers_that_have_rules(monkeypatch):
     monkeypatch.setattr(Outer, "form", refuse)
     monkeypatch.setattr(Rows, "form", refuse)
     case = build("mlp")
-    operator = captured(case, form_bytes=0)
+    operator = captured(case, routes=Routes(form_bytes=0))
     assert operator.gram().shape == (5, 5)
     assert operator.square_sum().isfinite().all()
 

@@ -11,7 +11,7 @@ from reference import loop_gradients
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads import FactoredGradients, Formed, GradientCapture, register_rule
 from slangvi.grads.rules import find_rule, registry
-from slangvi.types import ParamSpec
+from slangvi.types import ParamSpec, Routes
 
 M = 3
 CONVS = {
@@ -39,7 +39,7 @@ def gradients(case: Case) -> tuple[torch.Tensor, FactoredGradients]:
     with capture.recording():
         case.losses(case.model(*case.args)).sum().backward()
     groups = capture.collect(dict(case.model.named_parameters()))
-    return truth, FactoredGradients(spec, groups, rank=1, like=truth, form_bytes=0)
+    return truth, FactoredGradients(spec, groups, rank=1, like=truth, routes=Routes(form_bytes=0))
 
 
 def assert_same(truth: torch.Tensor, found: FactoredGradients) -> None:

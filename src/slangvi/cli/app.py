@@ -11,6 +11,7 @@ from time import perf_counter
 import click
 
 from slangvi._version import __version__
+from slangvi.cli.bench import bench
 
 __all__ = ["app"]
 
@@ -19,6 +20,9 @@ __all__ = ["app"]
 @click.version_option(__version__, prog_name="slangvi")
 def app() -> None:
     """Honest uncertainty for any PyTorch network."""
+
+
+app.add_command(bench)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from slangvi.grads.blocks import Block, add
 from slangvi.grads.factored import RowGroup
@@ -61,12 +62,41 @@ class BatchedPass:
             run = torch.func.vmap(lambda theta, *eps: self._one(theta, eps, batch), randomness="different")
             values, inputs = run(thetas.detach(), *zeros)
             deltas = torch.autograd.grad(-values.sum(), zeros)
+        return self.rows([x.detach() for x in inputs], deltas), values.detach()
+
+    def gather_replicas(self, thetas: Tensor, batch: Any, weights: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        """The same for K problems at once, as tensors.
+
+        Args:
+            thetas: draws of each, (K, S, P).
+            batch: tensors (K, M, ...), or (K, ...) for what all examples of a problem share.
+            weights: of the examples, (K, M); None means ones.
+
+        Returns:
+            Inputs and output gradients of the layers, each (K, S, M, ...), and the log-likelihoods (K, S, M).
+        """
+        tensors = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
+        if self.calls is None:
+            first = tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, batch)
+            self.calls = self._dry_run(thetas[0, 0], first)
+        zero = thetas.new_zeros(())
+        zeros = [zero.expand(*thetas.shape[:2], *shape).detach().requires_grad_() for _, shape in self.calls]
+        with torch.enable_grad():
+            draws = torch.func.vmap(self._one, in_dims=(0, 0, None), randomness="different")
+            run = torch.func.vmap(draws, in_dims=(0, 0, tensors), randomness="different")
+            values, inputs = run(thetas.detach(), zeros, batch)
+            weighed = values if weights is None else values * weights.unsqueeze(1)
+            deltas = torch.autograd.grad(-weighed.sum(), zeros)
+        return [*(x.detach() for x in inputs), *deltas], values.detach()
+
+    def rows(self, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> RowGroup:
+        """Rows from the inputs and output gradients of the layers in the order of their calls, (S, M, ...) each."""
+        assert self.calls is not None
         parts: dict[str, list[Block]] = {}
         for (name, _), x, delta in zip(self.calls, inputs, deltas, strict=True):
-            for full, block in self._blocks(name, x.detach(), delta).items():
+            for full, block in self._blocks(name, x, delta).items():
                 parts.setdefault(full, []).append(block)
-        blocks = {name: add(uses) for name, uses in parts.items()}
-        return RowGroup(values.numel(), blocks, {}), values.detach()
+        return RowGroup(deltas[0].shape[:2].numel(), {name: add(uses) for name, uses in parts.items()}, {})
 
     def _one(self, theta: Tensor, epsilons: Sequence[Tensor], batch: Any) -> tuple[Tensor, list[Tensor]]:
         """Log-likelihoods at one draw, and the inputs of the layers."""

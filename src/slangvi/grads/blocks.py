@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slangvi.types import Routes
+
 __all__ = ["Block", "Formed", "Memo", "Outer", "Rows", "add", "cheapest", "stack"]
 
-# Largest temporary a chunked product may take, and largest tensor of formed gradients kept for one parameter.
-CHUNK_BYTES = 1 << 26
+# Largest temporary a chunked product may take, where nothing else is said.
+CHUNK_BYTES = Routes().chunk_bytes
 # On a CPU, temporaries that are used twice in a row should still be in its cache the second time.
 CACHE_BYTES = 1 << 21
-FORM_BYTES = 1 << 28
 
 
 class Block(ABC):
@@ -124,7 +125,7 @@ class Formed(Block):
 
     def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
         """(K, p)."""
-        onto.addmm_(weights.mT, self.rows)
+        _add_product(onto, weights.mT, self.rows)
 
     @property
     def num_params(self) -> int:
@@ -150,10 +151,12 @@ class Outer(Block):
     Args:
         left: δ, (R, G, T, O).
         right: a, (R/S, G, T, I).
+        chunk_bytes: largest temporary of a product.
     """
 
     left: Tensor
     right: Tensor
+    chunk_bytes: int = CHUNK_BYTES
 
     @property
     def num_rows(self) -> int:
@@ -253,7 +256,7 @@ class Outer(Block):
             table = place.unflatten(1, (G, O, I))
             for g in range(G):
                 mixed = _mixed(w, left[:, g]).flatten(1, 2)
-                table[:, g].baddbmm_(mixed.mT, right[g].expand(len(mixed), -1, -1))
+                _add_product(table[:, g], mixed.mT, right[g].expand(len(mixed), -1, -1))
 
     @property
     def num_params(self) -> int:
@@ -272,20 +275,32 @@ class Outer(Block):
 
     def _unshared(self) -> Outer:
         """The same with a copy of the inputs for every row."""
-        return Outer(self.left, self.right.repeat(self.copies, 1, 1, 1)) if self.copies > 1 else self
+        return replace(self, right=self.right.repeat(self.copies, 1, 1, 1)) if self.copies > 1 else self
 
     def _columns(self) -> int:
         """How many columns of the other operand to take at once: on a CPU as many as its cache holds."""
-        limit = CACHE_BYTES if self.left.device.type == "cpu" else CHUNK_BYTES
+        limit = min(CACHE_BYTES, self.chunk_bytes) if self.left.device.type == "cpu" else self.chunk_bytes
         R, _, T, O, _ = self.sizes  # noqa: E741
         return max(1, limit // max(1, R * T * O * self.left.element_size()))
 
     def _split(self, entries_per_row: int) -> list[Outer]:
         """Pieces whose temporaries stay within CHUNK_BYTES."""
         per_row = max(1, entries_per_row * self.left.element_size())
-        rows = max(1, CHUNK_BYTES // per_row)
+        # A CPU gains nothing from large pieces.
+        limit = min(4 * CACHE_BYTES, self.chunk_bytes) if self.left.device.type == "cpu" else self.chunk_bytes
+        rows = max(1, limit // per_row)
         pairs = zip(self.left.split(rows), self.right.split(rows), strict=True)
-        return [Outer(left, right) for left, right in pairs]
+        return [replace(self, left=left, right=right) for left, right in pairs]
+
+
+def _add_product(onto: Tensor, a: Tensor, b: Tensor) -> None:
+    """Onto += a b, matrices or batches of them; vmap has no product in place and would go one by one."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(onto):
+        onto += a @ b
+    elif onto.ndim == 2:
+        onto.addmm_(a, b)
+    else:
+        onto.baddbmm_(a, b)
 
 
 def _column_sums(rows: Tensor) -> Tensor:
@@ -322,11 +337,13 @@ class Rows(Block):
         index: rows of the table, (R, T) integers.
         values: what is added there, (R, T, D).
         table_rows: number of rows V of the table, p = V·D.
+        chunk_bytes: largest temporary of a product.
     """
 
     index: Tensor
     values: Tensor
     table_rows: int
+    chunk_bytes: int = CHUNK_BYTES
 
     @property
     def num_rows(self) -> int:
@@ -360,7 +377,7 @@ class Rows(Block):
         """Σ over pairs of touched entries that share a table row, (R, R)."""
         row, word, values = self._coalesced()
         result = self.values.new_zeros(self.num_rows, self.num_rows)
-        step = max(1, CHUNK_BYTES // max(1, 2 * len(row) * values.element_size()))
+        step = max(1, self.chunk_bytes // max(1, 2 * len(row) * values.element_size()))
         for start in range(0, len(row), step):
             part = slice(start, start + step)
             shared = (values[part] @ values.mT) * (word[part, None] == word)
@@ -457,7 +474,10 @@ def _joined(parts: list[Tensor], memo: Memo) -> Tensor:
 def place(x: Tensor) -> tuple[int, ...]:
     """What decides the numbers of a (R, ...) tensor seen as (R, p): where it lies, its sizes and its layout."""
     layout = () if x.is_contiguous() else (*x.shape, *x.stride())
-    return x.data_ptr(), x.shape[0], x.numel(), *layout
+    inner = x
+    while torch._C._functorch.is_functorch_wrapped_tensor(inner):  # under vmap only the whole batch has an address
+        inner = torch._C._functorch.get_unwrapped(inner)
+    return inner.data_ptr(), x.shape[0], x.numel(), *layout
 
 
 def _stack_outers(blocks: list[Outer], memo: Memo) -> Outer:
@@ -468,7 +488,7 @@ def _stack_outers(blocks: list[Outer], memo: Memo) -> Outer:
     # Zero positions contribute nothing, so sequences of different length can share one tensor.
     length = max(block.left.shape[2] for block in blocks)
     if length == 1:
-        return Outer(*(_joined(side, memo) for side in ([b.left for b in blocks], [b.right for b in blocks])))
+        return Outer(_joined([b.left for b in blocks], memo), _joined([b.right for b in blocks], memo))
     left = torch.cat([F.pad(block.left, (0, 0, 0, length - block.left.shape[2])) for block in blocks])
     right = torch.cat([F.pad(block.right, (0, 0, 0, length - block.right.shape[2])) for block in blocks])
     return Outer(left, right)
@@ -484,19 +504,25 @@ def _alike(a: Outer, b: Outer) -> bool:
     return a.left.shape[1::2] == b.left.shape[1::2] and a.right.shape[-1] == b.right.shape[-1]
 
 
-def cheapest(block: Block, rank: int, form_bytes: int = FORM_BYTES) -> Block:
-    """Form outer products when counted multiplications say so and the result fits `form_bytes`.
+def cheapest(block: Block, rank: int, routes: Routes | None = None, name: str = "") -> Block:
+    """Form outer products when counted multiplications say so and the result fits `form_bytes`, or as `routes` insist.
 
     Per step, with K = rank products on either side:
     factored  R²T²(O+I) + (2K+1)·R·T·O·I   (T > 1: the squares need forming in pieces)
     formed    R·T·O·I + R²·O·I + (2K+1)·R·O·I
     """
+    routes = routes or Routes()
+    if isinstance(block, Rows):
+        return replace(block, chunk_bytes=routes.chunk_bytes)
     if not isinstance(block, Outer):
         return block
+    wish, chunked = routes.layer(name), replace(block, chunk_bytes=routes.chunk_bytes)
+    if wish == "form":
+        return Formed(block.form())
     R, G, T, O, I = block.sizes  # noqa: E741
-    if R * G * O * I * block.left.element_size() > form_bytes:
-        return block
+    if wish == "factor" or R * G * O * I * block.left.element_size() > routes.form_bytes:
+        return chunked
     products = 2 * rank + 1
     factored = R * R * T * T * (O + I) + products * R * T * O * I
     formed = R * T * O * I + R * R * O * I + products * R * O * I
-    return Formed(block.form()) if formed < factored else block
+    return Formed(block.form()) if formed < factored else chunked

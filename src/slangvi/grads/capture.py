@@ -171,7 +171,11 @@ class GradientCapture:
 
     def current_backward(self) -> Backward:
         """The record of the backward pass that is running."""
-        return self._backwards.setdefault(torch._C._current_graph_task_id(), Backward())
+        task = torch._C._current_graph_task_id()
+        found = self._backwards.get(task)  # asked for by every hook, so nothing is built in vain
+        if found is None:
+            found = self._backwards[task] = Backward()
+        return found
 
 
 class _Alias(torch.autograd.Function):

@@ -50,6 +50,11 @@ class DenseGradients:
         return self._num_rows
 
     @property
+    def spectrum_route(self) -> str:
+        """No wish."""
+        return "auto"
+
+    @property
     def costs(self) -> tuple[int, int]:
         """In units of P multiplications, which all products share."""
         return self._num_rows**2, self._num_rows

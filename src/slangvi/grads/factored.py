@@ -9,8 +9,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from slangvi.grads.blocks import FORM_BYTES, Block, Formed, Memo, Outer, cheapest, place, stack
-from slangvi.types import ParamSpec
+from slangvi.grads.blocks import Block, Formed, Memo, Outer, cheapest, place, stack
+from slangvi.types import ParamSpec, Routes
 
 __all__ = ["FactoredGradients", "RowGroup"]
 
@@ -51,7 +51,7 @@ class FactoredGradients:
         groups: rows, one group per backward pass.
         rank: L, so that forming and factoring can be compared by counted cost.
         like: tensor whose dtype and device the results have.
-        form_bytes: largest tensor of formed gradients kept for one parameter.
+        routes: what to form and how large temporaries may be; None leaves it to counting.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class FactoredGradients:
         groups: Sequence[RowGroup],
         rank: int,
         like: Tensor,
-        form_bytes: int = FORM_BYTES,
+        routes: Routes | None = None,
     ) -> None:
         self.spec = spec
         self.like = like
+        self.routes = routes or Routes()
         self._num_rows = sum(group.num_rows for group in groups)
         scales = {group.scale for group in groups}
         # One scale for all rows goes to the results, which are small; different ones must go to the rows.
@@ -72,7 +73,7 @@ class FactoredGradients:
             groups = [group.applied() for group in groups]
         memo: Memo = {}
         self.blocks = {
-            name: cheapest(block, rank, form_bytes)
+            name: cheapest(block, rank, self.routes, name)
             for name in spec.names
             if (block := _stack_named(name, groups, memo)) is not None
         }
@@ -82,6 +83,11 @@ class FactoredGradients:
     def num_rows(self) -> int:
         """R."""
         return self._num_rows
+
+    @property
+    def spectrum_route(self) -> str:
+        """The route wished for."""
+        return self.routes.spectrum
 
     @property
     def costs(self) -> tuple[int, int]:

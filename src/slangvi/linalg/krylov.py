@@ -9,6 +9,7 @@ vectors, of which there are more than pairs asked for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -52,12 +53,15 @@ def leading_eigenpairs(matrix: Tensor, count: int, tolerance: float = 0.0, start
         >>> leading_eigenpairs(K, 2).values
         tensor([3., 2.], dtype=torch.float64)
     """
+    if count == 0:
+        none = matrix[..., :0]
+        return Eigenpairs(none[..., 0, :], none, none.sum((-2, -1)))
     if tolerance <= 0.0 or not iteration_pays(matrix.shape[-1], count):
         return _full(matrix, count)
+    if matrix.ndim > 2:
+        return _batched(matrix, count, tolerance, min(start, count))
     found = _iterated(matrix, count, tolerance, min(start, count))
-    if found is None and matrix.ndim == 2:
-        found = _krylov(matrix, count, tolerance, min(start, count))
-    return found or _full(matrix, count)
+    return found or _krylov(matrix, count, tolerance, min(start, count)) or _full(matrix, count)
 
 
 def iteration_pays(size: int, count: int) -> bool:
@@ -74,13 +78,30 @@ def _full(matrix: Tensor, count: int) -> Eigenpairs:
 
 def _iterated(matrix: Tensor, count: int, tolerance: float, start: int) -> Eigenpairs | None:
     """By subspace iteration, or None when it is too slow for this matrix."""
+    for found, done in _looks(matrix, count, tolerance, start):
+        if bool(done):
+            return found
+    return None
+
+
+def _batched(matrix: Tensor, count: int, tolerance: float, start: int) -> Eigenpairs:
+    """By subspace iteration, and in full those of a batch for which it is too slow."""
+    for found, done in _looks(matrix, count, tolerance, start):
+        if bool(done.all()):
+            return found
+    rest = ~done
+    for part, whole in zip(found, _full(matrix[rest], count), strict=True):
+        part[rest] = whole
+    return found
+
+
+def _looks(matrix: Tensor, count: int, tolerance: float, start: int) -> Iterator[tuple[Eigenpairs, Tensor]]:
+    """What the subspace iteration has, and whether that is good enough, each time it looks."""
     block = starting_block(matrix.shape[-1], count, start, matrix.dtype, matrix.device)
     for _ in range(LOOKS):
         block = sharpened(matrix.__matmul__, block, STEPS)
         values, inner, residual = ritz(projected(matrix.__matmul__, block), count)
-        if bool((residual <= _allowed(tolerance, values)).all()):
-            return Eigenpairs(values, block @ inner, residual)
-    return None
+        yield Eigenpairs(values, block @ inner, residual), residual <= _allowed(tolerance, values)
 
 
 def _krylov(matrix: Tensor, count: int, tolerance: float, start: int) -> Eigenpairs | None:

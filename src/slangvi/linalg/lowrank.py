@@ -34,26 +34,28 @@ class LowRankPrecision:
     Args:
         factor: U by rows, (..., L, P).
         diag: d > 0, (..., P).
-        scaled: V = diag(d)^(−1/2) U by rows, (..., L, P).
         gram: VᵀV, float64, (..., L, L).
         cholesky: lower Cholesky factor of I + VᵀV, float64, (..., L, L).
     """
 
     factor: Tensor
     diag: Tensor
-    scaled: Tensor
     gram: Tensor
     cholesky: Tensor
+
+    @cached_property
+    def shrink(self) -> Tensor:
+        """d^(−½), (..., P). V = diag(d)^(−1/2) U is never formed: it would be a second factor to hold and to write."""
+        return self.diag.rsqrt()
 
     def matmul(self, rhs: Tensor) -> Tensor:
         """(UUᵀ + diag d) x for x of shape (..., P)."""
         return matmul(self.factor, self.diag, rhs)
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """(UUᵀ + diag d)⁻¹ x = d^(−½)(x̃ − V (I + VᵀV)⁻¹ Vᵀ x̃), x̃ = d^(−½) x, for x of shape (..., P)."""
-        root = self.diag.sqrt()
-        white = rhs / root
-        return (white - _lift(self.scaled, self._capacitance_solve(_contract(self.scaled, white)))) / root
+        """(UUᵀ + diag d)⁻¹ x = D⁻¹(x − U (I + VᵀV)⁻¹ Uᵀ D⁻¹x), D = diag d, for x of shape (..., P)."""
+        inner = self._capacitance_solve(_contract(self.factor, rhs / self.diag))
+        return (rhs - _lift(self.factor, inner)) / self.diag
 
     def transform_noise(self, noise: Tensor) -> Tensor:
         r"""Turn standard normal noise into a zero-mean draw with covariance (UUᵀ + diag d)⁻¹.
@@ -66,9 +68,10 @@ class LowRankPrecision:
         Args:
             noise: ε, shape (..., P).
         """
-        inner = _contract(self.scaled, noise)
+        white = noise * self.shrink
+        inner = _contract(self.factor, white)
         rooted = _InverseRoot.apply(self.gram, inner.to(torch.float64), *self.spectrum)  # type: ignore[no-untyped-call]
-        return (noise + _lift(self.scaled, rooted.to(inner.dtype))) / self.diag.sqrt()
+        return white + _lift(self.factor, rooted.to(inner.dtype)) / self.diag
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
@@ -90,10 +93,11 @@ class LowRankPrecision:
 
         The subtraction loses digits when U dominates; 1/diag(UUᵀ + diag d) bounds every entry from below.
         """
-        half = torch.linalg.solve_triangular(self.cholesky.to(self.scaled.dtype), self.scaled, upper=False)
-        shrink = 1.0 - half.square().sum(-2)
-        floor = 1.0 / (1.0 + self.scaled.square().sum(-2))
-        return torch.maximum(shrink, floor) / self.diag
+        scaled = self.factor * self.shrink.unsqueeze(-2)
+        half = torch.linalg.solve_triangular(self.cholesky.to(scaled.dtype), scaled, upper=False)
+        left = 1.0 - half.square().sum(-2)
+        floor = 1.0 / (1.0 + scaled.square().sum(-2))
+        return torch.maximum(left, floor) / self.diag
 
     def logdet(self) -> Tensor:
         """Log det(UUᵀ + diag d), (...)."""
@@ -131,14 +135,13 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
         >>> p.inv_diag()
         tensor([0.1000, 0.2500])
     """
-    scaled = factor / diag.sqrt().unsqueeze(-2)
-    gram = gram_float64(scaled)
+    gram = gram_float64(factor, diag.to(torch.float64).rsqrt())
     rank = gram.shape[-1]
     # Beyond ‖V‖² ≈ 1e15 the identity is below the Gram's own rounding; there the rounding takes its place, so that the
     # factorisation stays alive.
     rounding = 4.0 * max(rank, 1) * torch.finfo(torch.float64).eps * gram.diagonal(dim1=-2, dim2=-1)
     capacitance = gram + torch.diag_embed(rounding.clamp_min(1.0))
-    return LowRankPrecision(factor, diag, scaled, gram, _cholesky(capacitance))
+    return LowRankPrecision(factor, diag, gram, _cholesky(capacitance))
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
@@ -191,18 +194,33 @@ def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:
     return diag * rhs + _lift(factor, _contract(factor, rhs))
 
 
-def gram_float64(rows: Tensor) -> Tensor:
-    """Rows times their transpose, (..., K, P) → (..., K, K), accumulated in float64 over blocks of columns."""
+def gram_float64(rows: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Rows times their transpose, accumulated in float64 over blocks of columns.
+
+    Args:
+        rows: (..., K, P).
+        weights: what each column is multiplied by first, float64, (..., P).
+
+    Returns:
+        (..., K, K).
+    """
     if rows.device.type == "cuda" and rows.ndim == 2:
-        return contract(*[rows.to(torch.float64)] * 2)
+        return contract(*[_double(rows, weights)] * 2)
     total: Tensor | None = None
     thin = rows.device.type == "cpu" and rows.shape[-2] > 16
-    for block in rows.split(_GRAM_BLOCK["many rows" if thin else "few rows"], dim=-1):
-        double = block.to(torch.float64)
-        part = double @ double.mT
-        total = part if total is None else total + part
+    width = _GRAM_BLOCK["many rows" if thin else "few rows"]
+    for start in range(0, max(1, rows.shape[-1]), width):
+        part = slice(start, start + width)
+        double = _double(rows[..., part], None if weights is None else weights[..., part])
+        product = double @ double.mT
+        total = product if total is None else total + product
     assert total is not None
     return total
+
+
+def _double(rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Rows in float64, weighed in the same pass."""
+    return rows.to(torch.float64) if weights is None else rows * weights.unsqueeze(-2)
 
 
 def column_squares(rows: Tensor) -> Tensor:
@@ -234,6 +252,8 @@ def _contract(rows: Tensor, vector: Tensor) -> Tensor:
     """Rows (..., L, P) against x (..., P) → (..., L); extra leading dimensions of x are samples."""
     if rows.ndim == 2:
         return contract(vector, rows) if vector.ndim == 2 else vector @ rows.mT
+    if vector.ndim == rows.ndim:  # samples go through one product for each member of the batch
+        return (vector.movedim(0, -2) @ rows.mT).movedim(-2, 0)
     return (rows @ vector.unsqueeze(-1)).squeeze(-1)
 
 
@@ -255,4 +275,6 @@ def _lift(rows: Tensor, inner: Tensor) -> Tensor:
         return mix(inner, rows)
     if rows.ndim == 2:
         return inner @ rows
+    if inner.ndim == rows.ndim:
+        return mix(inner.movedim(0, -2), rows).movedim(-2, 0)
     return (inner.unsqueeze(-2) @ rows).squeeze(-2)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,18 +119,16 @@ def ritz(small: Tensor, count: int) -> Ritz:
     Columns are brought to length one before XᵀX is factorised; directions within its rounding are left out, by way of
     the shift, which makes their w small.
     """
-    gram, first, second = np.moveaxis(small.cpu().numpy(), -3, 0)
-    lengths = np.sqrt(np.maximum(np.diagonal(gram, axis1=-2, axis2=-1), np.finfo(np.float64).tiny))
-    scale = 1.0 / (lengths[..., :, None] * lengths[..., None, :])
-    shift = 16 * gram.shape[-1] * np.finfo(np.float64).eps
-    factor = np.linalg.cholesky(gram * scale + shift * np.eye(gram.shape[-1]))
-    white = np.linalg.inv(factor)
-    white_t = np.swapaxes(white, -1, -2)
-    values, turned = np.linalg.eigh(white @ (first * scale) @ white_t)
-    values, turned = values[..., ::-1][..., :count], turned[..., ::-1][..., :count]
-    inner = white_t @ turned
-    square = (inner * ((second * scale) @ inner)).sum(-2) - values * values
-    residual = np.sqrt(np.maximum(square, 0.0).max(-1))
-    inner = inner / lengths[..., :, None]
-    found = (np.maximum(values, 0.0), inner, residual)
-    return Ritz(*(torch.from_numpy(np.ascontiguousarray(x)).to(small.device) for x in found))
+    gram, first, second = small.cpu().unbind(-3)
+    lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(gram.dtype).tiny).sqrt()
+    scale = 1.0 / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
+    unit = gram * scale
+    unit.diagonal(dim1=-2, dim2=-1).add_(16 * gram.shape[-1] * torch.finfo(gram.dtype).eps)
+    white = torch.linalg.inv(torch.linalg.cholesky(unit))
+    values, turned = torch.linalg.eigh(white @ (first * scale) @ white.mT)
+    values, turned = values[..., -count:].flip(-1), turned[..., -count:].flip(-1)
+    inner = white.mT @ turned
+    square = (inner * ((second * scale) @ inner)).sum(-2) - values.square()
+    residual = square.clamp_min(0.0).amax(-1).sqrt()
+    found = (values.clamp_min(0.0), inner / lengths.unsqueeze(-1), residual)
+    return Ritz(*(x.to(small.device) for x in found))

@@ -15,7 +15,7 @@ inside a captured graph, or for many replicas at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from slangvi.linalg.lowrank import contract, gram_float64, mix
 from slangvi.linalg.subspace import OVERSAMPLING, projected, ritz, sharpened, starting_block
 from slangvi.types import GradientOperator
 
-__all__ = ["Problem", "Route", "TopFactor", "choose_route", "top_factor"]
+__all__ = ["Problem", "Route", "TopFactor", "choose_route", "pairs_of", "top_factor"]
 
 Route = Literal["gram", "randomized", "parameters"]
 
@@ -137,9 +137,8 @@ class Problem:
             found = self._applied_pairs(rank)
             if found is not None:
                 return found
-            return Problem(**{**self.__dict__, "route": "gram"}).pairs()
-        tolerance = 0.0 if self.route == "parameters" else TOLERANCE.get(self.factor.dtype, 0.0)
-        return leading_eigenpairs(self.matrix, rank, tolerance, self.known)
+            return replace(self, route="gram").pairs()
+        return pairs_of(self.matrix, self.factor, self.route)
 
     def _applied_pairs(self, rank: int) -> Eigenpairs | None:
         """Without ever forming K; None when the iteration is too slow."""
@@ -178,21 +177,34 @@ class Problem:
         return a, b
 
 
+def pairs_of(matrix: Tensor, factor: Tensor, route: Route) -> Eigenpairs:
+    """Leading eigenpairs of formed small matrices (..., n, n), for the factors (..., L, P) they belong to."""
+    rank = factor.shape[-2]
+    if route == "parameters":
+        return leading_eigenpairs(matrix, min(rank, matrix.shape[-1]))
+    return leading_eigenpairs(matrix, rank, TOLERANCE.get(factor.dtype, 0.0), start=rank)
+
+
 def choose_route(factor: Tensor, gradients: GradientOperator) -> Route:
-    """The route with the fewest counted multiplications.
+    """The route with the fewest counted multiplications, or the one wished for where it can be gone.
 
     gram         cost of the Gram, once
     randomized   (STEPS+1) products G·, Gᵀ· with L + OVERSAMPLING columns each
     parameters   whenever P < L + R
     """
     rank, params = factor.shape[-2:]
-    rows = gradients.num_rows
+    rows, wish = gradients.num_rows, gradients.spectrum_route
+    if wish == "gram":
+        return "gram"
     if params < rank + rows:
         return "parameters"
+    if factor.ndim > 2 or not iteration_pays(rank + rows, rank):
+        return "gram"
     gram, column = gradients.costs
     applied = 2 * (krylov.STEPS + 1) * (rank + OVERSAMPLING) * column
-    pays = factor.ndim == 2 and iteration_pays(rank + rows, rank) and applied < gram
-    return "randomized" if pays and factor.dtype == torch.float32 else "gram"
+    # In float64 the tolerance is so small that the Gram would be formed in the end anyway.
+    pays = applied < gram and factor.dtype == torch.float32
+    return "randomized" if pays or wish == "randomized" else "gram"
 
 
 def top_factor(

@@ -17,7 +17,7 @@ from slangvi.errors import NumericalError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup, per_example_gradients
 from slangvi.grads.batched import BatchedPass
 from slangvi.grads.dense import batch_size
-from slangvi.types import GradientOperator, Params, ParamSpec
+from slangvi.types import GradientOperator, Params, ParamSpec, Routes
 
 __all__ = [
     "GRADIENT_REMEDY",
@@ -26,6 +26,9 @@ __all__ = [
     "check_schedule",
     "checked_values",
     "dense_gatherer",
+    "one_per_example",
+    "shapes_of",
+    "with_aliases",
 ]
 
 LogLikelihood = Callable[[Params, Any], Tensor]
@@ -68,13 +71,25 @@ class FactoredGatherer:
         model: the module it calls.
         rank: L.
         verify: check examples against the definition of their gradient.
+        routes: see `FactoredGradients`.
+        memory_limit: bytes that rows in the making may take when a module is called again.
     """
 
-    def __init__(self, log_likelihood: LogLikelihood, model: nn.Module, rank: int, verify: bool) -> None:
+    def __init__(
+        self,
+        log_likelihood: LogLikelihood,
+        model: nn.Module,
+        rank: int,
+        verify: bool,
+        routes: Routes | None = None,
+        memory_limit: int | None = None,
+    ) -> None:
         self.log_likelihood = log_likelihood
         self.model = model
         self.rank = rank
         self.verify = verify
+        self.routes = routes or Routes()
+        self.memory_limit = memory_limit
         self.dtypes = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
         self._captures: dict[tuple[ParamSpec, torch.dtype], GradientCapture] = {}
         self._simple: dict[Kind, BatchedPass] = {}
@@ -100,7 +115,7 @@ class FactoredGatherer:
 
     def kind(self, spec: ParamSpec, batch: Any) -> Kind:
         """What decides which layers are called with which shapes."""
-        return spec, _shapes_of(batch, self.model)
+        return spec, shapes_of(batch, self.model)
 
     def trusted(self, kind: Kind) -> BatchedPass | None:
         """The pass over all draws for the next batch of a kind, unless there is none or a check is due."""
@@ -113,7 +128,7 @@ class FactoredGatherer:
 
     def operator(self, spec: ParamSpec, groups: list[RowGroup], like: Tensor) -> FactoredGradients:
         """The operator over rows of these groups."""
-        return FactoredGradients(spec, groups, self.rank, like)
+        return FactoredGradients(spec, groups, self.rank, like, self.routes)
 
     def _draw_by_draw(self, kind: Kind, thetas: Tensor, batch: Any, recheck: bool) -> tuple[FactoredGradients, float]:
         spec, count = kind[0], batch_size(batch)
@@ -148,12 +163,14 @@ class FactoredGatherer:
     def _capture_for(self, spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
         key = (spec, dtype)
         if key not in self._captures:
-            known = _with_aliases(spec, self.model)
-            self._captures[key] = GradientCapture(self.model, known, dtype, verify=self.verify, leaf_totals=False)
+            known = with_aliases(spec, self.model)
+            self._captures[key] = GradientCapture(
+                self.model, known, dtype, verify=self.verify, leaf_totals=False, memory_limit=self.memory_limit
+            )
         return self._captures[key]
 
 
-def _shapes_of(batch: Any, model: nn.Module) -> object:
+def shapes_of(batch: Any, model: nn.Module) -> object:
     """What decides which layers are called with which shapes: the batch's structure, and train or eval mode."""
     leaves, structure = tree_flatten(batch)
     plain = (int, float, bool, str, bytes, type(None))
@@ -184,14 +201,20 @@ def _agrees(fast: BatchedPass, thetas: Tensor, batch: Any, groups: list[RowGroup
     return all(gap <= tolerance * scale for gap in gaps.values())
 
 
-def checked_values(values: Any, num_examples: int) -> Tensor:
-    """Refuse anything but one finite log-likelihood per example."""
+def one_per_example(values: Any, num_examples: int) -> Tensor:
+    """Refuse anything but one log-likelihood per example."""
     if not isinstance(values, Tensor) or values.shape != (num_examples,):
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(
             f"log_likelihood must return one value per example, shape ({num_examples},), got {shape}. "
             "Use reduction='none' and sum over output dimensions."
         )
+    return values
+
+
+def checked_values(given: Any, num_examples: int) -> Tensor:
+    """Refuse anything but one finite log-likelihood per example."""
+    values: Tensor = one_per_example(given, num_examples)
     if not bool(torch.isfinite(values).all()):
         count = int((~torch.isfinite(values)).sum())
         raise NumericalError(
@@ -201,7 +224,7 @@ def checked_values(values: Any, num_examples: int) -> Tensor:
     return values
 
 
-def _with_aliases(spec: ParamSpec, model: nn.Module) -> ParamSpec:
+def with_aliases(spec: ParamSpec, model: nn.Module) -> ParamSpec:
     """The same layout, knowing the other names that tied tensors have in the model."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     for name in spec.names:

@@ -15,25 +15,22 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi._steps import Prior
-from slangvi.grads.batched import BatchedPass
-from slangvi.grads.dense import batch_size
 from slangvi.linalg import LowRankPrecision, krylov
 from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.subspace import projected, pursued, ritz, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE, relative_residual
-from slangvi.methods._gather import FactoredGatherer, checked_values
-from slangvi.methods._lowrank_step import Proposed, Rates, observe, propose
-from slangvi.types import ParamSpec
+from slangvi.methods._lowrank_step import Proposed, Rates, observe, shift, widen
+from slangvi.types import GradientOperator
 
 __all__ = ["Captured", "Numbers", "Outcome"]
 
@@ -85,16 +82,12 @@ class Outcome:
     graph: Captured
 
 
-class Captured:
-    """The graphs for one layout, one shape of batch and one generator.
+class Captured(ABC):
+    """The graphs of one step for one layout: everything but where the gradients come from.
 
     Args:
-        fast: the pass over all draws.
-        gatherer: whose operator is used.
         state: μ, d, m and U by rows in one tensor, (3 + L, P); copied.
-        batch: an example of the batches to come; copied.
         prior: λ and μ₀.
-        draws: S.
         num_data: N over the temperature.
         momentum: γ.
         generator: source of the draws; None is the device's own.
@@ -102,36 +95,38 @@ class Captured:
 
     def __init__(
         self,
-        fast: BatchedPass,
-        gatherer: FactoredGatherer,
-        spec: ParamSpec,
         state: Tensor,
-        batch: Any,
         prior: Prior,
-        draws: int,
         num_data: float,
         momentum: float,
         generator: torch.Generator | None,
     ) -> None:
-        self.fast, self.gatherer, self.spec, self.prior = fast, gatherer, spec, prior
-        self.draws, self.num_data = draws, num_data
+        self.prior, self.num_data, self.momentum = prior, num_data, momentum
         self._host: dict[str, Tensor] = {}
         self._doubts = 0  # steps to be taken in halves before the whole is tried again
         self.default = torch.cuda.default_generators[state.device.index or 0]
+        self.gram_is_there = torch.cuda.Event(external=True)
         # Captured in place of the caller's, whose state is handed over and back: a capture that fails would leave it
         # unusable, and another one can be passed at the next step.
         self.generator = None if generator is None else torch.Generator(state.device)
-        self.num_rows = draws * batch_size(batch)
         self.state = state.clone()
-        rank, size = len(state) - 3, state.shape[1]
-        leaves, self.structure = tree_flatten(batch)
-        self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.scaled = state.new_zeros(rank, size)
+        self.rank = rank = len(state) - 3
         # Small numbers travel both ways through page-locked memory, inside the graphs.
         self.sent = _pinned(len(Numbers._fields) + rank + rank * rank)
         self.sent[: len(Numbers._fields)] = 1.0
-        self.momentum = momentum
-        self.capture()
+        self.sent[-rank * rank :] = torch.eye(rank).flatten() if rank else 0.0
+
+    @abstractmethod
+    def gradients(self) -> tuple[GradientOperator, Tensor]:
+        """The operator, and the mean log-likelihood; captured."""
+
+    @abstractmethod
+    def explain(self) -> None:
+        """Raise if it can be told why the gradients are not finite."""
+
+    def extra_pieces(self) -> list[Callable[[], None]]:
+        """More to be captured."""
+        return []
 
     # ---- what is captured
 
@@ -145,7 +140,8 @@ class Captured:
                 default.set_state(before)
                 self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
                 # `whole` first: what it leaves behind is not needed, and its memory goes to the others.
-                for piece in (self.whole, self.watch, self.again, self.move_along, self.move_to_given):
+                pieces = [self.whole, self.watch, self.again, self.move_along, self.move_to_given]
+                for piece in (*pieces, *self.extra_pieces()):
                     self._capture_one(piece)
         except BaseException:
             fresh = torch.Generator(device)
@@ -169,7 +165,7 @@ class Captured:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             self.watch()
-            rank, problem = len(self.scaled), self.observed.problem
+            rank, problem = self.rank, self.observed.problem
             self.vectors = self.state.new_zeros(problem.size, min(rank, problem.size), dtype=torch.float64)
             self.values = self.vectors.new_zeros(self.vectors.shape[1])
             self.inner = _pinned((1 + self.block.shape[1]) * rank) if self.iterates else _pinned(0)
@@ -180,31 +176,37 @@ class Captured:
             self.move_along()
             self.move_to_given()
             self.state.copy_(kept)
+            for piece in self.extra_pieces():
+                piece()
         torch.cuda.current_stream(device).wait_stream(side)
 
     def observe(self) -> Tensor:
-        """Draw, pass through the model, set up the eigenproblem; returns what shows whether all is finite."""
-        numbers, roots, turns = self._received()
-        loc = self.state[0]
+        """Gradients and the eigenproblem; returns what shows whether all is finite."""
+        numbers, _, _ = self.received()
         self.rates = Rates(numbers[0], numbers[1], None, self.momentum, numbers[2])
-        noise = torch.randn(self.draws, len(loc), generator=self.generator, dtype=loc.dtype, device=loc.device)
-        precision = LowRankPrecision(self.state[3:], self.state[1], self.scaled, turns, turns)
-        precision.__dict__["spectrum"] = (roots, turns)
-        thetas = loc + precision.transform_noise(noise)
-        group, self.table = self.fast.gather(thetas, tree_unflatten(self.leaves, self.structure))
-        gradients = self.gatherer.operator(self.spec, [group], thetas)
+        gradients, mean = self.gradients()
+        self.num_rows = gradients.num_rows
         self.weight = self.num_data / gradients.num_rows
         self.observed = observe(self.state[3:], gradients, self.weight, self.rates)
-        problem, rank = self.observed.problem, len(self.scaled)
-        self.iterates = problem.route == "gram" and loc.dtype in TOLERANCE and iteration_pays(problem.size, rank)
+        problem, rank = self.observed.problem, self.rank
+        self.iterates = problem.route == "gram" and self.state.dtype in TOLERANCE and iteration_pays(problem.size, rank)
         # What is not finite in the gradients is not finite in their squares.
-        return torch.stack([self.observed.squares.sum(), self.table.mean()]).to(torch.float64)
+        return torch.stack([self.observed.squares.sum(), mean.to(self.state.dtype)]).to(torch.float64)
+
+    def draw(self, count: tuple[int, ...]) -> Tensor:
+        """Draws of the weights from the current state, (*count, P)."""
+        _, roots, turns = self.received()
+        loc = self.state[0]
+        noise = torch.randn(*count, len(loc), generator=self.generator, dtype=loc.dtype, device=loc.device)
+        precision = LowRankPrecision(self.state[3:], self.state[1], turns, turns)
+        precision.__dict__["spectrum"] = (roots, turns)
+        return loc + precision.transform_noise(noise)
 
     def whole(self) -> None:
         """The step in one go, trusting that the previous factor is a good start."""
         checks = self.observe()
         if self.iterates:
-            problem, rank = self.observed.problem, len(self.scaled)
+            problem, rank = self.observed.problem, self.rank
             start = starting_block(problem.size, rank, rank, torch.float64, self.state.device, 0)
             vectors, small, flaws = pursued(problem.apply, start, _ROUNDS)
             self.move(small.diagonal(), vectors, torch.cat([checks, flaws, small.flatten()]))
@@ -212,7 +214,7 @@ class Captured:
     def watch(self) -> None:
         """The first half: up to what the CPU needs to solve the eigenproblem."""
         checks = self.observe()
-        problem, rank = self.observed.problem, len(self.scaled)
+        problem, rank = self.observed.problem, self.rank
         if self.iterates:
             start = starting_block(problem.size, rank, problem.known, torch.float64, self.state.device)
             self.block = sharpened(problem.apply, start, krylov.STEPS)
@@ -231,7 +233,7 @@ class Captured:
     def move_along(self) -> None:
         """The new state, from Ritz pairs whose coordinates in the block come from the CPU."""
         if self.iterates:
-            rank = len(self.scaled)
+            rank = self.rank
             inner = self.inner.to(self.state.device, non_blocking=True).view(-1, rank)
             self.move(inner[0], self.block @ inner[1:])
 
@@ -242,19 +244,19 @@ class Captured:
     def move(self, values: Tensor, vectors: Tensor, more: Tensor | None = None) -> None:
         """The new state, from the eigenpairs."""
         loc, diag, momentum = self.state[:3]
-        new: Proposed = propose(
-            loc, diag, momentum, self.observed, values, vectors, self.weight, self.prior, self.rates
-        )
-        parts = [new.told.to(torch.float64), new.precision.gram.flatten()]
-        self.tail = self._returned("tail", torch.cat(parts if more is None else [*parts, more]))
+        widened = widen(diag, self.observed, values, vectors, self.weight, self.prior, self.rates)
+        self.gram = self._returned("gram", widened.precision.gram.flatten())
+        self.gram_is_there.record()  # the CPU works on it while the rest runs
+        new: Proposed = shift(loc, momentum, self.observed, widened, self.weight, self.prior, self.rates)
+        told = new.told.to(torch.float64)
+        self.tail = self._returned("tail", told if more is None else torch.cat([told, more]))
         for row, value in enumerate((new.loc, new.prec_diag, new.momentum)):
             self.state[row] = value
         self.state[3:] = new.prec_factor
-        self.scaled.copy_(new.precision.scaled)
 
-    def _received(self) -> tuple[Tensor, Tensor, Tensor]:
+    def received(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rates in the state's dtype, and what a draw needs of VᵀV: √(1+s) and its eigenvectors."""
-        rank, count = len(self.scaled), len(Numbers._fields)
+        rank, count = self.rank, len(Numbers._fields)
         here = self.sent.to(self.state.device, non_blocking=True)
         return here[:count].to(self.state.dtype), here[count : count + rank], here[count + rank :].view(rank, rank)
 
@@ -271,12 +273,10 @@ class Captured:
     def load(self, state: Tensor, precision: LowRankPrecision) -> None:
         """Start from a state that did not come from here."""
         self.state.copy_(state)
-        self.scaled.copy_(precision.scaled)
         self._send_root(*(x.cpu() for x in precision.spectrum))
 
-    def __call__(
+    def advance(
         self,
-        batch: Any,
         generator: torch.Generator | None,
         numbers: Numbers,
         reload: Callable[[], None],
@@ -285,15 +285,11 @@ class Captured:
         """One step.
 
         Args:
-            batch: of the shapes captured.
             generator: source of the draws.
             numbers: rates.
             reload: calls `load` with the state before the step.
             check: `check(what, *vectors)` raises when a vector is not finite.
         """
-        for mine, given in zip(self.leaves, tree_flatten(batch)[0], strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(given, non_blocking=True)
         self.sent[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         source = self.default if generator is None else generator
         before = source.get_state()
@@ -306,7 +302,7 @@ class Captured:
         self._doubts = max(0, self._doubts - 1)
         return self._in_halves(source, before, check)
 
-    def _replay(self, name: str, source: torch.Generator, state: Tensor) -> None:
+    def replay(self, name: str, source: torch.Generator, state: Tensor) -> None:
         """Replay a graph that draws, on the caller's random stream."""
         mine = self.default if self.generator is None else self.generator
         mine.set_state(state)
@@ -316,41 +312,42 @@ class Captured:
 
     def _at_once(self, source: torch.Generator, before: Tensor) -> Outcome | None:
         """The whole step; None when the previous factor was no good start, or something is not finite."""
-        self._replay("whole", source, before)
+        self.replay("whole", source, before)
         result = self.state.clone()
+        root = self._root()
         self._wait()
-        rank = len(self.scaled)
-        told, rest = self.tail[:4].tolist(), self.tail[4 + rank * rank :]
+        rank = self.rank
+        told, rest = self.tail[:4].tolist(), self.tail[4:]
         squares, mean, residual, tilt = rest[:4].tolist()
         fine = all(map(math.isfinite, (*told, squares, mean)))
         if not (fine and residual <= TOLERANCE[self.state.dtype] and tilt <= _TILT):
             return None
-        self._take_root()
+        self._send_root(*root)
         small = rest[4 : 4 + rank * rank].view(rank, rank).clone()
         return Outcome(result, small, residual, told[0], told[1], mean, self.num_rows, self)
 
     def _in_halves(self, source: torch.Generator, before: Tensor, check: Callable[..., None]) -> Outcome:
         """The step with the eigenproblem solved between its halves, to the tolerance whatever the start."""
-        self._replay("watch", source, before)
+        self.replay("watch", source, before)
         self._wait()
         if not all(map(math.isfinite, self.head[:2].tolist())):
-            for row in self.table:
-                checked_values(row, len(row))
+            self.explain()
             check("the gradient", self.observed.total, self.observed.squares)
         mean = float(self.head[1])
         values, residual = self._solve()
         result = self.state.clone()
+        root = self._root()
         self._wait()
         told = self.tail[:4].tolist()
         if not all(map(math.isfinite, told)):
             check("the new precision", result[1], result[3:])
             check("the new mean", result[0])
-        self._take_root()
+        self._send_root(*root)
         return Outcome(result, values, residual, told[0], told[1], mean, self.num_rows, self)
 
     def _solve(self) -> tuple[Tensor, float]:
         """Take the second half of the step, with Ritz pairs if they are good enough and other pairs if not."""
-        rank, found = len(self.scaled), self.head[2:]
+        rank, found = self.rank, self.head[2:]
         for look in range(_LOOKS if self.iterates else 0):
             values, inner, residual = ritz(found.view(3, *self._block_square), rank)
             if float(residual) <= TOLERANCE[self.state.dtype] * float(values[0]):
@@ -372,14 +369,17 @@ class Captured:
     def _block_square(self) -> tuple[int, int]:
         return self.block.shape[1], self.block.shape[1]
 
-    def _take_root(self) -> None:
-        """What the next draw needs of VᵀV, whose eigenproblem is too small for a GPU."""
-        rank = len(self.scaled)
-        values, vectors = np.linalg.eigh(self.tail[4 : 4 + rank * rank].view(rank, rank).numpy())
-        self._send_root(*map(torch.from_numpy, (np.sqrt(np.maximum(values, 0.0) + 1.0), vectors)))
+    def _root(self) -> tuple[Tensor, Tensor]:
+        """What the next draw needs of VᵀV, whose eigenproblem is too small for a GPU: √(1+s) and the eigenvectors."""
+        self.gram_is_there.synchronize()
+        gram = self.gram.view(self.rank, self.rank).numpy()
+        if not np.isfinite(gram).all():  # to be found out by the checks that follow
+            return torch.ones(self.rank), torch.eye(self.rank)
+        values, vectors = np.linalg.eigh(gram)
+        return torch.from_numpy(np.sqrt(np.maximum(values, 0.0) + 1.0)), torch.from_numpy(vectors)
 
     def _send_root(self, roots: Tensor, turns: Tensor) -> None:
-        rank, count = len(self.scaled), len(Numbers._fields)
+        rank, count = self.rank, len(Numbers._fields)
         self.sent[count : count + rank] = roots
         self.sent[count + rank :] = turns.flatten()
 

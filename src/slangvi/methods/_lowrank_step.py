@@ -16,7 +16,7 @@ from slangvi.linalg import LowRankPrecision, Problem, Route, choose_route, facto
 from slangvi.linalg.lowrank import column_squares, sums
 from slangvi.types import GradientOperator
 
-__all__ = ["Observed", "Proposed", "Rates", "observe", "propose"]
+__all__ = ["Observed", "Proposed", "Rates", "Widened", "eigenproblem", "observe", "propose", "shift", "widen"]
 
 
 class Rates(NamedTuple):
@@ -73,7 +73,7 @@ class Proposed(NamedTuple):
 
 
 def observe(
-    factor: Tensor, gradients: GradientOperator, weight: float, rates: Rates, route: Route | None = None
+    factor: Tensor, gradients: GradientOperator, weight: float | Tensor, rates: Rates, route: Route | None = None
 ) -> Observed:
     """Sums, and the eigenproblem of (1−β)UUᵀ + β·weight·GᵀG.
 
@@ -84,10 +84,16 @@ def observe(
         rates: of this step.
         route: how the eigenproblem is to be solved; None takes the cheapest by count.
     """
+    return Observed(gradients.sum(), gradients.square_sum(), eigenproblem(factor, gradients, weight, rates, route))
+
+
+def eigenproblem(
+    factor: Tensor, gradients: GradientOperator, weight: float | Tensor, rates: Rates, route: Route | None = None
+) -> Problem:
+    """That of (1−β)UUᵀ + β·weight·GᵀG; nothing is computed yet."""
     beta, per_tensor = rates.precision_lr, rates.precision_lr_per_tensor
     gains = None if per_tensor is None else per_tensor * weight
-    problem = Problem(factor, gradients, 1 - beta, beta * weight, gains, route or choose_route(factor, gradients))
-    return Observed(gradients.sum(), gradients.square_sum(), problem)
+    return Problem(factor, gradients, 1 - beta, beta * weight, gains, route or choose_route(factor, gradients))
 
 
 def propose(
@@ -97,7 +103,7 @@ def propose(
     observed: Observed,
     values: Tensor,
     vectors: Tensor,
-    weight: float,
+    weight: float | Tensor,
     prior: Prior,
     rates: Rates,
 ) -> Proposed:
@@ -114,14 +120,55 @@ def propose(
         prior: λ and μ₀.
         rates: of this step.
     """
-    beta, gamma = rates.precision_lr, rates.momentum
+    widened = widen(diag, observed, values, vectors, weight, prior, rates)
+    return shift(loc, momentum, observed, widened, weight, prior, rates)
+
+
+class Widened(NamedTuple):
+    """The new precision.
+
+    Args:
+        precision: U⁺U⁺ᵀ + diag d⁺, factorised.
+        whole_diag: diagonal of (1−β)UUᵀ + βĜ, (P,).
+        correction: what of it U⁺ does not hold, negative by rounding only, (P,).
+    """
+
+    precision: LowRankPrecision
+    whole_diag: Tensor
+    correction: Tensor
+
+
+def widen(
+    diag: Tensor,
+    observed: Observed,
+    values: Tensor,
+    vectors: Tensor,
+    weight: float | Tensor,
+    prior: Prior,
+    rates: Rates,
+) -> Widened:
+    """The covariance half of `propose`."""
+    beta, old = rates.precision_lr, observed.problem.factor
     new = observed.problem.solution(values, vectors)
-    diag_A = (1 - beta) * column_squares(observed.problem.factor) + (beta * weight) * observed.squares
+    diag_A = (1 - beta) * column_squares(old) + (beta * weight) * observed.squares
     correction = diag_A - column_squares(new)
     new_diag = (1 - beta) * diag + beta * prior.precision + correction.clamp_min(0)
+    return Widened(factorize(new, new_diag), diag_A, correction)
+
+
+def shift(
+    loc: Tensor,
+    momentum: Tensor,
+    observed: Observed,
+    widened: Widened,
+    weight: float | Tensor,
+    prior: Prior,
+    rates: Rates,
+) -> Proposed:
+    """The mean half of `propose`."""
+    gamma, precision = rates.momentum, widened.precision
     average = gamma * momentum + (1 - gamma) * weight * observed.total
     gradient = average / rates.correction + prior.precision * (loc - prior.mean)
-    precision = factorize(new, new_diag)
     new_loc = loc - rates.lr * precision.solve(gradient)
-    told = sums(diag_A, (-correction).clamp_min(0), new_loc, new_diag)
-    return Proposed(new_loc, new, new_diag, average, precision, told)
+    told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), new_loc, precision.diag)
+    return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)

@@ -15,17 +15,20 @@ from torch import Tensor, nn
 
 from slangvi import _checks
 from slangvi._flat import state_dtype
+from slangvi._out_of_memory import out_of_memory_advice
 from slangvi._steps import ELBO, Prior, Rate, Schedule, rate_at, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.grads.assemble import Engine
+from slangvi.grads.factored import RowGroup
 from slangvi.linalg import LowRankPrecision, factorize
 from slangvi.linalg.topk import padded_spectrum, relative_residual
 from slangvi.methods._gather import GRADIENT_REMEDY, FactoredGatherer, check_schedule, dense_gatherer
-from slangvi.methods._graph import Numbers
-from slangvi.methods._graph_runner import GraphRunner
+from slangvi.methods._graph import Numbers, Outcome
+from slangvi.methods._graph_functional import GraphRunner
+from slangvi.methods._graph_loop import LoopRunner
 from slangvi.methods._lowrank_step import Proposed, Rates, observe, propose
 from slangvi.optimizer import Settings, VariationalOptimizer
-from slangvi.types import GradientOperator, Params, ParamSpec, Transform
+from slangvi.types import GradientOperator, Params, ParamSpec, Routes, Transform
 
 __all__ = ["SLANG", "Info", "State", "build", "init", "kl_to_prior", "posterior", "sample", "update"]
 
@@ -177,8 +180,8 @@ def update(
         state.loc, state.prec_diag, state.momentum, observed, pairs.values, pairs.vectors, weight, prior, rates
     )
     if not bool(torch.isfinite(new.told).all()):
-        require_finite("the new precision", step, state.spec, _STATE_REMEDY, new.prec_diag, new.prec_factor)
-        require_finite("the new mean", step, state.spec, _STATE_REMEDY, new.loc)
+        require_finite("the new precision", step, state.spec, STATE_REMEDY, new.prec_diag, new.prec_factor)
+        require_finite("the new mean", step, state.spec, STATE_REMEDY, new.loc)
     after = state_of(new, step, state.spec)
     told = (padded_spectrum(pairs.values, new.prec_factor), new.told[0], relative_residual(pairs), new.told[1])
     return after, Info(step, gradients.num_rows, *told, _state=after, _prior=prior)
@@ -191,7 +194,7 @@ def state_of(new: Proposed, step: int, spec: ParamSpec) -> State:
     return state
 
 
-_STATE_REMEDY = "Lower lr, raise prior_precision or init_precision, or use float64 parameters."
+STATE_REMEDY = "Lower lr, raise prior_precision or init_precision, or use float64 parameters."
 
 
 def sample(
@@ -232,6 +235,7 @@ def build(
     engine: Engine | None = None,
     verify: bool = True,
     memory_limit: int | None = None,
+    routes: Routes | None = None,
     compile: bool = False,
 ) -> Transform:
     """SLANG as pure functions over an immutable state.
@@ -251,7 +255,8 @@ def build(
         model: the module behind `log_likelihood`, so that the factored engine can see its layers.
         engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
         verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
-        memory_limit: bytes the dense engine's rows may take.
+        memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take.
+        routes: what the factored engine forms, and how it finds the spectrum; None leaves it to counting.
         compile: capture the step in CUDA graphs and replay them: several times faster for networks whose kernels are
             small. Needs the factored engine and a CUDA device; otherwise a warning says why steps run eagerly.
             Python code in `log_likelihood` then runs only when a graph is captured and when a check is due.
@@ -285,7 +290,8 @@ def build(
     if kind == "factored":
         if model is None:
             raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
-        factored = FactoredGatherer(log_likelihood, model, rank, _checks.flag("verify", verify))
+        plan = (routes or Routes()).within(memory_limit)
+        factored = FactoredGatherer(log_likelihood, model, rank, _checks.flag("verify", verify), plan, memory_limit)
     gather = factored or dense_gatherer(log_likelihood, memory_limit)
     graphs = GraphRunner(factored, draws, size / heat, decay) if _checks.flag("compile", compile) else None
     priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
@@ -304,6 +310,10 @@ def build(
         return state
 
     def advance(state: State, batch: Any, generator: torch.Generator | None = None) -> tuple[State, Info]:
+        with out_of_memory_advice("in a step", state):
+            return take(state, batch, generator)
+
+    def take(state: State, batch: Any, generator: torch.Generator | None) -> tuple[State, Info]:
         step = state.step + 1
         alpha = rate_at("lr", lr, step, ceiling)
         beta = None if precision_lr is None else Rate(rate_at("precision_lr", precision_lr, step, 1.0))
@@ -339,21 +349,31 @@ def _replayed(
 ) -> tuple[State, Info] | None:
     """A step by replaying graphs, or None when it has to be taken eagerly."""
     step = state.step + 1
-
-    def check(what: str, *vectors: Tensor) -> None:
-        remedy = GRADIENT_REMEDY if what == "the gradient" else _STATE_REMEDY
-        require_finite(what, step, state.spec, remedy, *vectors)
-
-    done = graphs.step(state, batch, generator, numbers, prior, check)
+    done = graphs.step(state, batch, generator, numbers, prior, _finite_check(state, step))
     if done is None:
         return None
-    loc, diag, momentum = done.tensors[:3]
-    after = State(loc, done.tensors[3:], diag, momentum, step, state.spec)
+    after, info = _told(done, step, state.spec, prior)
     graphs.remember(after, done)
+    return after, replace(info, expected_log_likelihood=num_data * done.mean_log_likelihood)
+
+
+def _finite_check(state: State, step: int) -> Callable[..., None]:
+    """What a replayed step calls with vectors that may not be finite."""
+
+    def check(what: str, *vectors: Tensor) -> None:
+        remedy = GRADIENT_REMEDY if what == "the gradient" else STATE_REMEDY
+        require_finite(what, step, state.spec, remedy, *vectors)
+
+    return check
+
+
+def _told(done: Outcome, step: int, spec: ParamSpec, prior: Prior) -> tuple[State, Info]:
+    """State and info of a replayed step."""
+    loc, diag, momentum = done.tensors[:3]
+    after = State(loc, done.tensors[3:], diag, momentum, step, spec)
     told = torch.tensor((done.total, done.residual, done.clipped), dtype=loc.dtype)
     leading = done.ritz.to(loc.dtype) if done.ritz.ndim == 2 else padded_spectrum(done.ritz, after.prec_factor)
-    fit = num_data * done.mean_log_likelihood
-    return after, Info(step, done.num_rows, leading, told[0], told[1], told[2], fit, after, prior)
+    return after, Info(step, done.num_rows, leading, told[0], told[1], told[2], _state=after, _prior=prior)
 
 
 class SLANG(VariationalOptimizer[State, Info]):
@@ -378,8 +398,11 @@ class SLANG(VariationalOptimizer[State, Info]):
         curvature: "ef", the empirical Fisher of the paper.
         engine: "factored", or "dense" to form all per-example gradients (slow; for comparison).
         verify: check examples against the definition of their gradient, ever more rarely.
-        memory_limit: bytes of formed gradients: kept for one parameter, and in the making when a module is called
-            again; None leaves it to fixed defaults.
+        memory_limit: bytes that formed gradients of one parameter, and temporaries, may take; None leaves it to fixed
+            defaults.
+        routes: what the factored engine forms, and how it finds the spectrum; None leaves it to counting.
+        compile: replay step and draws from CUDA graphs, once the same kind of batch was seen twice. Forward and
+            backward stay as they are. Without a CUDA device a warning says so and steps run eagerly.
         generator: source of randomness, on the parameters' device; None uses torch's global one.
 
     Example:
@@ -415,6 +438,8 @@ class SLANG(VariationalOptimizer[State, Info]):
         engine: Engine = "factored",
         verify: bool = True,
         memory_limit: int | None = None,
+        routes: Routes | None = None,
+        compile: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
         self.rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
@@ -428,6 +453,8 @@ class SLANG(VariationalOptimizer[State, Info]):
             engine=engine,
             verify=verify,
             memory_limit=memory_limit,
+            routes=routes or Routes(),
+            compile=compile,
         )
         defaults = {
             "lr": lr,
@@ -456,6 +483,43 @@ class SLANG(VariationalOptimizer[State, Info]):
     ) -> tuple[State, Info]:
         size = self.settings.num_data / self.settings.temperature
         return update(state, gradients, num_data=size, prior=prior, lr=lr, precision_lr=precision_lr, momentum=momentum)
+
+    def _advance_rows(self, rows: list[RowGroup]) -> tuple[State, Info]:
+        done = self._replayed(rows) if self.settings.compile else None
+        return super()._advance_rows(rows) if done is None else done
+
+    def _replayed(self, rows: list[RowGroup]) -> tuple[State, Info] | None:
+        """The step by replaying graphs; None when groups differ or it has to be taken eagerly."""
+        hyper, state, step = self._hyper, self._state, self._state.step + 1
+        alpha, momentum, prior = hyper.lr().value, hyper.momentum(), hyper.prior()
+        tied = hyper.precision_lr()
+        beta = alpha if tied is None else tied.value
+        if isinstance(alpha, Tensor) or isinstance(beta, Tensor) or isinstance(momentum, Tensor):
+            return None
+        numbers = Numbers(alpha, beta, 1 - momentum**step)
+        check = _finite_check(state, step)
+        done = self._graphs.step(state, rows, self._mirror.params, self.generator, numbers, momentum, prior, check)
+        if done is None:
+            return None
+        after, info = _told(done, step, state.spec, prior)
+        self._graphs.remember(after, done.graph)
+        return after, info
+
+    @cached_property
+    def _graphs(self) -> LoopRunner:
+        return LoopRunner(self.settings.num_data / self.settings.temperature, self._routes)
+
+    def _write_draw(self, generator: torch.Generator | None) -> None:
+        if self.settings.compile and self._graphs.write_draw(self._state, self._mirror.params, generator):
+            self._mirror.mark()
+        else:
+            super()._write_draw(generator)
+
+    def _write_mean(self) -> None:
+        if self.settings.compile and self._graphs.write_mean(self._state, self._mirror.params):
+            self._mirror.mark()
+        else:
+            super()._write_mean()
 
     def _posterior(self, state: State) -> LowRankPrecisionNormal:
         return posterior(state)

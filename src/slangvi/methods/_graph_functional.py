@@ -1,4 +1,4 @@
-"""Which steps are replayed from graphs, and what is said when none can be."""
+"""Graphs of the functional step: which steps are replayed, and what is said when none can be."""
 
 from __future__ import annotations
 
@@ -9,17 +9,71 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi._steps import Prior
 from slangvi.grads.batched import BatchedPass
-from slangvi.methods._gather import FactoredGatherer
+from slangvi.methods._gather import FactoredGatherer, checked_values
 from slangvi.methods._graph import Captured, Numbers, Outcome
-from slangvi.types import ParamSpec
+from slangvi.types import GradientOperator, ParamSpec
 
-__all__ = ["GraphRunner"]
+__all__ = ["FunctionalStep", "GraphRunner"]
 
 # Graphs hold memory of their own; models that see many shapes of batch keep the latest few.
-_MOST_GRAPHS = 4
+MOST_GRAPHS = 4
+
+
+class FunctionalStep(Captured):
+    """Draws, and the model passed through by all of them at once.
+
+    Args:
+        fast: the pass over all draws.
+        gatherer: whose operator is used.
+        spec: layout.
+        batch: an example of the batches to come; copied.
+        draws: S.
+        state: see `Captured`, as for the rest.
+        prior: λ and μ₀.
+        num_data: N over the temperature.
+        momentum: γ.
+        generator: source of the draws.
+    """
+
+    def __init__(
+        self,
+        fast: BatchedPass,
+        gatherer: FactoredGatherer,
+        spec: ParamSpec,
+        batch: Any,
+        draws: int,
+        state: Tensor,
+        prior: Prior,
+        num_data: float,
+        momentum: float,
+        generator: torch.Generator | None,
+    ) -> None:
+        super().__init__(state, prior, num_data, momentum, generator)
+        self.fast, self.gatherer, self.spec, self.draws = fast, gatherer, spec, draws
+        leaves, self.structure = tree_flatten(batch)
+        self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.capture()
+
+    def gradients(self) -> tuple[GradientOperator, Tensor]:
+        """Rows of all draws, and the mean of their log-likelihoods."""
+        thetas = self.draw((self.draws,))
+        group, self.table = self.fast.gather(thetas, tree_unflatten(self.leaves, self.structure))
+        return self.gatherer.operator(self.spec, [group], thetas), self.table.mean()
+
+    def explain(self) -> None:
+        """Log-likelihoods that are not finite are refused as elsewhere."""
+        for row in self.table:
+            checked_values(row, len(row))
+
+    def feed(self, batch: Any) -> None:
+        """Hand over a batch of the shapes captured."""
+        for mine, given in zip(self.leaves, tree_flatten(batch)[0], strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given, non_blocking=True)
 
 
 class GraphRunner:
@@ -35,7 +89,7 @@ class GraphRunner:
     def __init__(self, gatherer: FactoredGatherer | None, draws: int, num_data: float, momentum: float) -> None:
         self.gatherer = gatherer
         self.draws, self.num_data, self.momentum = draws, num_data, momentum
-        self.graphs: dict[object, Captured] = {}
+        self.graphs: dict[object, FunctionalStep] = {}
         self._given_up = False
         # The state a graph has just made, which need not be copied back to it.
         self._made: tuple[weakref.ref[Any], Captured] | None = None
@@ -73,11 +127,12 @@ class GraphRunner:
         made, self._made = self._made, None
 
         def reload() -> None:
-            graph.load(_packed(state), state.precision)
+            graph.load(packed(state), state.precision)
 
         if made is None or made[0]() is not state or made[1] is not graph:
             reload()
-        return graph(batch, generator, numbers, reload, check)
+        graph.feed(batch)
+        return graph.advance(generator, numbers, reload, check)
 
     def remember(self, state: Any, outcome: Outcome) -> None:
         """Note that this state came out of that outcome: its graph still holds it."""
@@ -92,7 +147,7 @@ class GraphRunner:
 
     def _give_up(self, reason: str) -> bool:
         self._given_up = True
-        warnings.warn(f"compile=True has no effect: {reason}. Steps run eagerly.", UserWarning, stacklevel=6)
+        warn_not_compiled(reason, stacklevel=7)
         return True
 
     def _graph(
@@ -103,31 +158,36 @@ class GraphRunner:
         batch: Any,
         generator: torch.Generator | None,
         prior: Prior,
-    ) -> Captured | None:
+    ) -> FunctionalStep | None:
         assert self.gatherer is not None
-        key = (kind, generator is None, _baked_in(self.gatherer, state.spec))
+        key = (kind, state.loc.dtype, state.loc.device, generator is None, _baked_in(self.gatherer, state.spec))
         if key not in self.graphs:
-            while len(self.graphs) >= _MOST_GRAPHS:
+            while len(self.graphs) >= MOST_GRAPHS:
                 self.graphs.pop(next(iter(self.graphs)))
-            settings = (self.draws, self.num_data, self.momentum, generator)
+            settings = (packed(state), prior, self.num_data, self.momentum, generator)
             try:
-                self.graphs[key] = Captured(fast, self.gatherer, state.spec, _packed(state), batch, prior, *settings)
+                self.graphs[key] = FunctionalStep(fast, self.gatherer, state.spec, batch, self.draws, *settings)
             except Exception as error:
-                torch.cuda.synchronize()
-                cause = _first_cause(error)
-                self._give_up(f"the step could not be captured ({type(cause).__name__}: {cause})")
+                self._give_up(why_not_captured(error))
                 return None
         return self.graphs[key]
 
 
-def _first_cause(error: BaseException) -> BaseException:
+def why_not_captured(error: BaseException) -> str:
     """What went wrong first: a capture that fails fails again when it is closed."""
+    torch.cuda.synchronize()
     while error.__context__ is not None:
         error = error.__context__
-    return error
+    return f"the step could not be captured ({type(error).__name__}: {error})"
 
 
-def _packed(state: Any) -> Tensor:
+def warn_not_compiled(reason: str, stacklevel: int) -> None:
+    """Say once why steps run eagerly."""
+    warnings.warn(f"compile=True has no effect: {reason}. Steps run eagerly.", UserWarning, stacklevel=stacklevel)
+
+
+def packed(state: Any) -> Tensor:
+    """μ, d, m and the rows of U in one tensor, (3 + L, P)."""
     return torch.cat([torch.stack([state.loc, state.prec_diag, state.momentum]), state.prec_factor])
 
 

@@ -1,0 +1,77 @@
+"""One run of one benchmark: the rates of the machine, the rows, and what one must know to repeat it."""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slangvi._version import __version__
+from slangvi.bench._measure import Step, median_seconds
+from slangvi.bench._record import Record, Settings
+from slangvi.bench.limits import Rates
+
+__all__ = ["environment", "measure_rates", "run"]
+
+PEERS = ("ivon-opt", "pyro-ppl", "laplace-torch")
+
+
+def run(name: str, settings: Settings) -> Record:
+    """Measure a benchmark of the table."""
+    start = time.perf_counter()
+    settings.say("rates of the machine")
+    rates = measure_rates(settings)
+    rows = import_module(f"slangvi.bench.{name}").rows(settings, rates)
+    return Record(name, environment(name, settings, time.perf_counter() - start), rates, rows)
+
+
+def environment(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
+    """What one must know to repeat a run."""
+    quick = " --quick" if settings.quick else ""
+    return {
+        "command": f"slangvi bench {name} --device {settings.device} --repeats {settings.repeats}{quick}",
+        "device_type": settings.device,
+        "device": torch.cuda.get_device_name() if settings.device == "cuda" else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "slangvi": __version__,
+        "peers": {peer: version for peer in PEERS if (version := _version(peer))},
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(seconds, 1),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name(listing: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor by its makers' name where the system tells it."""
+    text = listing.read_text(encoding="utf-8") if listing.is_file() else ""
+    found = re.search(r"^model name\s*: (.+)$", text, re.M)
+    return found[1].strip() if found else platform.processor() or "cpu"
+
+
+def measure_rates(settings: Settings) -> Rates:
+    """Operations per second of a large float32 product, and bytes per second, read and written, of a large copy."""
+    large = settings.device == "cuda"
+    side = 256 if settings.quick else 8192 if large else 2048
+    length = 1 << (20 if settings.quick else 28 if large else 26)
+    # Random numbers, because products of ones heat a chip less and so run faster than real ones.
+    generator = torch.Generator(settings.device).manual_seed(0)
+    a, b, product = (torch.rand(side, side, device=settings.device, generator=generator) for _ in range(3))
+    source, sink = (torch.zeros(length, device=settings.device) for _ in range(2))
+    steps: dict[int, Step] = {0: lambda: torch.mm(a, b, out=product), 1: lambda: sink.copy_(source)}
+    for step in steps.values():
+        step()
+    seconds = median_seconds(steps, settings)
+    return Rates(2 * side**3 / seconds[0], 2 * source.nbytes / seconds[1])

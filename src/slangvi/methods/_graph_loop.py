@@ -1,0 +1,249 @@
+"""Graphs of the optimizer's step: rows collected in the user's own loop are copied in, and the weights written out."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slangvi._steps import Prior
+from slangvi.grads import FactoredGradients, RowGroup
+from slangvi.grads.blocks import Block, Formed, Outer, Rows
+from slangvi.methods._graph import Captured, Numbers, Outcome
+from slangvi.methods._graph_functional import MOST_GRAPHS, packed, warn_not_compiled, why_not_captured
+from slangvi.types import GradientOperator, ParamSpec, Routes
+
+__all__ = ["LoopRunner", "LoopStep"]
+
+Signature = tuple[object, ...]
+
+
+class LoopStep(Captured):
+    """The step from rows that were collected outside.
+
+    Args:
+        spec: layout.
+        rows: an example of the rows to come; copied.
+        routes: see `FactoredGradients`.
+        params: the model's parameters, which draws and the mean are written to.
+        state: see `Captured`, as for the rest.
+        prior: λ and μ₀.
+        num_data: N over the temperature.
+        momentum: γ.
+        generator: source of the draws.
+    """
+
+    def __init__(
+        self,
+        spec: ParamSpec,
+        rows: Sequence[RowGroup],
+        routes: Routes,
+        params: Sequence[Tensor],
+        state: Tensor,
+        prior: Prior,
+        num_data: float,
+        momentum: float,
+        generator: torch.Generator | None,
+    ) -> None:
+        super().__init__(state, prior, num_data, momentum, generator)
+        self.spec, self.routes, self.params = spec, routes, list(params)
+        copies = {key: leaf.detach().clone() for key, leaf in _surveyed(rows)[1].items()}
+        self.copies = list(copies.values())
+        self.rows = [_rebuilt(group, copies) for group in rows]
+        self.capture()
+
+    def gradients(self) -> tuple[GradientOperator, Tensor]:
+        """The operator over the copied rows; the loss was not seen."""
+        like = self.state[0]
+        return FactoredGradients(self.spec, self.rows, self.rank, like, self.routes), like.new_zeros(())
+
+    def explain(self) -> None:
+        """Nothing is known but the gradients."""
+
+    def extra_pieces(self) -> list[Callable[[], None]]:
+        """Draws into the parameters, and the mean back."""
+        return [self.write_draw, self.write_mean]
+
+    def write_draw(self) -> None:
+        """One draw into the parameters."""
+        self._write(self.draw(()))
+
+    def write_mean(self) -> None:
+        """The mean into the parameters."""
+        self._write(self.state[0])
+
+    def feed(self, leaves: Sequence[Tensor]) -> None:
+        """Hand over the tensors of rows of the same make."""
+        torch._foreach_copy_(self.copies, list(leaves))
+
+    def _write(self, flat: Tensor) -> None:
+        pieces = flat.split(self.spec.numels)
+        torch._foreach_copy_(self.params, [x.view(p.shape) for x, p in zip(pieces, self.params, strict=True)])
+
+
+class LoopRunner:
+    """Takes the optimizer's steps and draws by replaying graphs where that is possible, and says once why when not.
+
+    Args:
+        num_data: N over the temperature.
+        routes: see `FactoredGradients`.
+    """
+
+    def __init__(self, num_data: float, routes: Routes) -> None:
+        self.num_data, self.routes = num_data, routes
+        self.graphs: dict[Signature, LoopStep] = {}
+        self._seen: Counter[Signature] = Counter()
+        self._given_up = False
+        # The state a graph has just made, which it can draw from.
+        self._made: tuple[weakref.ref[Any], LoopStep] | None = None
+
+    def step(
+        self,
+        state: Any,
+        rows: Sequence[RowGroup],
+        params: Sequence[Tensor],
+        generator: torch.Generator | None,
+        numbers: Numbers,
+        momentum: float,
+        prior: Prior,
+        check: Callable[..., None],
+    ) -> Outcome | None:
+        """One step, or None when it has to be taken eagerly: the first of its kind, or for good."""
+        if self._given_up or self._declined(state.loc.device):
+            return None
+        signature, leaves = _surveyed(rows)
+        graph = self._graph(signature, state, rows, params, generator, momentum, prior)
+        if graph is None:
+            return None
+        made, self._made = self._made, None
+
+        def reload() -> None:
+            graph.load(packed(state), state.precision)
+
+        if made is None or made[0]() is not state or made[1] is not graph:
+            reload()
+        graph.feed(list(leaves.values()))
+        return graph.advance(generator, numbers, reload, check)
+
+    def remember(self, state: Any, graph: Captured) -> None:
+        """Note that this state came out of that graph, which still holds it."""
+        assert isinstance(graph, LoopStep)
+        self._made = (weakref.ref(state), graph)
+
+    def write_draw(self, state: Any, params: Sequence[Tensor], generator: torch.Generator | None) -> bool:
+        """Put a draw into the parameters, if a graph holds this state."""
+        graph = self._holding(state, params)
+        if graph is None or (generator is None) != (graph.generator is None):
+            return False
+        source = graph.default if generator is None else generator
+        graph.replay("write_draw", source, source.get_state())
+        torch.autograd.graph.increment_version(list(params))
+        return True
+
+    def write_mean(self, state: Any, params: Sequence[Tensor]) -> bool:
+        """Put the mean into the parameters, if a graph holds this state."""
+        graph = self._holding(state, params)
+        if graph is None:
+            return False
+        graph.graphs["write_mean"].replay()
+        torch.autograd.graph.increment_version(list(params))
+        return True
+
+    def _holding(self, state: Any, params: Sequence[Tensor]) -> LoopStep | None:
+        if self._made is None or self._made[0]() is not state:
+            return None
+        graph = self._made[1]
+        same = all(a.data_ptr() == b.data_ptr() for a, b in zip(graph.params, params, strict=True))
+        return graph if same else None
+
+    def _declined(self, device: torch.device) -> bool:
+        if device.type == "cuda":
+            return False
+        return self._give_up(f"parameters are on {device.type}, and only CUDA devices have graphs")
+
+    def _give_up(self, reason: str) -> bool:
+        self._given_up = True
+        warn_not_compiled(reason, stacklevel=9)
+        return True
+
+    def _graph(
+        self,
+        signature: Signature,
+        state: Any,
+        rows: Sequence[RowGroup],
+        params: Sequence[Tensor],
+        generator: torch.Generator | None,
+        momentum: float,
+        prior: Prior,
+    ) -> LoopStep | None:
+        places = tuple(param.data_ptr() for param in params)
+        key = (signature, places, generator is None, momentum, id(prior))
+        self._seen[key] += 1
+        if key not in self.graphs:
+            if self._seen[key] < 2:  # a last batch that is smaller need not be captured
+                return None
+            while len(self.graphs) >= MOST_GRAPHS:
+                self.graphs.pop(next(iter(self.graphs)))
+            settings = (packed(state), prior, self.num_data, momentum, generator)
+            try:
+                self.graphs[key] = LoopStep(state.spec, rows, self.routes, params, *settings)
+            except Exception as error:
+                self._give_up(why_not_captured(error))
+                return None
+        return self.graphs[key]
+
+
+# The tensors of each kind of block.
+_FIELDS: dict[type[Block], tuple[str, ...]] = {Formed: ("rows",), Outer: ("left", "right"), Rows: ("index", "values")}
+
+
+def _key(x: Tensor) -> Signature:
+    """Where the numbers lie; tensors in one place that differ in shape only are one."""
+    if x.is_contiguous():
+        return x.data_ptr(), x.numel(), x.dtype
+    return x.data_ptr(), x.numel(), x.dtype, x.shape, x.stride()
+
+
+def _surveyed(rows: Sequence[RowGroup]) -> tuple[Signature, dict[Signature, Tensor]]:
+    """What must agree for rows to fit a graph (kinds, sizes, scales, who shares memory), and every memory once."""
+    found: dict[Signature, Tensor] = {}
+    order: dict[Signature, int] = {}
+    signature: list[object] = []
+
+    def note(x: Tensor) -> None:
+        key = _key(x)
+        if key not in found:
+            found[key] = x
+            order[key] = len(order)
+        signature.append((order[key], x.shape))
+
+    for group in rows:
+        signature.append((group.num_rows, group.scale, *group.blocks, *group.totals))
+        for block in group.blocks.values():
+            signature.append(type(block))
+            for field in _FIELDS[type(block)]:
+                note(getattr(block, field))
+        for total in group.totals.values():
+            note(total)
+    # Layouts and dtypes are part of the keys; addresses are not to be.
+    signature.extend(key[1:] for key in found)
+    return tuple(signature), found
+
+
+def _rebuilt(group: RowGroup, copies: dict[Signature, Tensor]) -> RowGroup:
+    """The same group over the copies."""
+
+    def copy(x: Tensor) -> Tensor:
+        mine = copies[_key(x)]
+        return mine.view(x.shape) if mine.is_contiguous() else mine
+
+    blocks = {
+        name: replace(block, **{f: copy(getattr(block, f)) for f in _FIELDS[type(block)]})  # type: ignore[type-var]
+        for name, block in group.blocks.items()
+    }
+    return replace(group, blocks=blocks, totals={name: copy(x) for name, x in group.totals.items()})

@@ -1,0 +1,128 @@
+"""The plan against the truth: every byte that torch's CPU allocator gave out while real steps ran."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slangvi
+
+# What the plan may be of the truth. Where no size depends on values it is 1; it is more where embeddings are looked up
+# (as if no example met a word twice) and where an iteration converged (as if it had not).
+BAND = (0.97, 1.2)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(100, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.words(x)).mean(1))
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), torch.randn(64, 64)
+
+
+def convnet() -> tuple[nn.Module, Tensor]:
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10)]
+    return nn.Sequential(*layers), torch.randn(32, 3, 8, 8)
+
+
+def encoder() -> tuple[nn.Module, Tensor]:
+    return Encoder(), torch.randint(100, (12, 20))
+
+
+MODELS = {"mlp": mlp, "convnet": convnet, "encoder": encoder}
+
+
+def by_optimizer(model: nn.Module, x: Tensor, y: Tensor, rank: int, draws: int, **options: object) -> None:
+    opt = slangvi.SLANG(model, num_data=1000, rank=rank, init_precision=100.0, **options)
+    for _ in range(3):
+        for _ in range(draws):
+            with opt.sampled_params(train=True):
+                opt.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+def by_function(model: nn.Module, x: Tensor, y: Tensor, rank: int, draws: int, **options: object) -> None:
+    vi = slangvi.slang.build(
+        slangvi.Categorical().of(model),
+        num_data=1000,
+        rank=rank,
+        lr=0.05,
+        mc_samples=draws,
+        init_precision=100.0,
+        model=model,
+        **options,
+    )
+    state = vi.init(dict(model.named_parameters()))
+    for _ in range(3):
+        state, _ = vi.update(state, (x, y))
+
+
+STEPS = {"optimizer": by_optimizer, "functional": by_function}
+
+
+def allocated(run: Callable[[], None]) -> int:
+    """Most bytes given out by the allocator at once, those that kernels take for themselves included."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profiled:
+        run()
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def test_the_measure_counts_what_is_alive_at_once():
+    def run() -> None:
+        x = torch.zeros(1000)
+        y = x + 1
+        del x
+        torch.zeros(500)
+        del y
+
+    assert 8000 <= allocated(run) < 8100  # and a few numbers beside
+
+
+def compare(name: str, interface: str, rank: int, draws: int, **options: object) -> float:
+    model, x = MODELS[name]()
+    y = torch.arange(len(x)) % 10
+    plan = slangvi.estimate_memory(model, (x, y), rank, draws, interface=interface, **options)
+    truth = allocated(lambda: STEPS[interface](copy.deepcopy(model), x.clone(), y.clone(), rank, draws, **options))
+    return plan.peak / truth
+
+
+@pytest.mark.parametrize(
+    ("name", "interface", "rank", "draws", "options"),
+    [
+        ("mlp", "optimizer", 0, 1, {}),
+        ("mlp", "functional", 8, 4, {}),
+        ("mlp", "optimizer", 1, 1, {"engine": "dense"}),
+        ("convnet", "functional", 1, 4, {"verify": False}),
+        ("convnet", "optimizer", 8, 1, {"memory_limit": 2_000_000}),
+        ("encoder", "optimizer", 8, 1, {}),
+    ],
+)
+def test_the_plan_is_near_what_steps_take(name, interface, rank, draws, options):
+    assert BAND[0] <= compare(name, interface, rank, draws, **options) <= BAND[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("interface", STEPS)
+@pytest.mark.parametrize("rank", [0, 1, 8])
+@pytest.mark.parametrize("draws", [1, 4])
+def test_the_plan_is_near_what_steps_take_for_all(name, interface, rank, draws):
+    assert BAND[0] <= compare(name, interface, rank, draws) <= BAND[1]
