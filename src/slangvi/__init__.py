@@ -13,6 +13,7 @@ from slangvi._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from slangvi import metrics as metrics
+    from slangvi import replicas as replicas
     from slangvi._steps import ELBO as ELBO
     from slangvi._steps import inverse_time as inverse_time
     from slangvi.distributions import LowRankPrecisionNormal as LowRankPrecisionNormal
@@ -35,6 +36,7 @@ __all__ = [
     # methods
     "SLANG",
     "slang",
+    "replicas",
     "inverse_time",
     "ELBO",
     # distributions and likelihoods
@@ -77,7 +79,7 @@ _HOMES = {
     "functional_samples": "slangvi.predict",
     "predictive_samples": "slangvi.predict",
 }
-_MODULES = {"slang": "slangvi.methods.slang", "metrics": "slangvi.metrics"}
+_MODULES = {"slang": "slangvi.methods.slang", "metrics": "slangvi.metrics", "replicas": "slangvi.replicas"}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slangvi.linalg.noise import standard_normal
+
 __all__ = ["LowRankPrecision", "factorize", "matmul"]
 
-# Columns of U converted to float64 at once. Measured on a CPU: thin blocks of many rows stay in its cache, few rows are
-# better taken together.
-_GRAM_BLOCK = {"few rows": 1 << 20, "many rows": 1 << 14}
+# Rows from this length on are long, and the columns a CPU takes at once then; not a power of two, since rows that far
+# apart would compete for the same lines of its cache.
+_LONG = 1 << 16
+_BLOCK = 8000
 # Entries of long rows that one block of a GPU multiplies.
 _CHUNK = 1 << 10
 
@@ -69,9 +72,8 @@ class LowRankPrecision:
             noise: ε, shape (..., P).
         """
         white = noise * self.shrink
-        inner = _contract(self.factor, white)
-        rooted = _InverseRoot.apply(self.gram, inner.to(torch.float64), *self.spectrum)  # type: ignore[no-untyped-call]
-        return white + _lift(self.factor, rooted.to(inner.dtype)) / self.diag
+        rooted = self._rooted(_contract(self.factor, white))
+        return torch.addcdiv(white, _lift(self.factor, rooted), self.diag)
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
@@ -80,13 +82,27 @@ class LowRankPrecision:
         return values.clamp_min(0.0).add(1.0).sqrt(), vectors
 
     def sample(
-        self, sample_shape: tuple[int, ...] | torch.Size = (), generator: torch.Generator | None = None
+        self,
+        sample_shape: tuple[int, ...] | torch.Size = (),
+        generator: torch.Generator | None = None,
+        loc: Tensor | None = None,
     ) -> Tensor:
-        """Zero-mean draws of shape (*sample_shape, ..., P)."""
-        noise = torch.randn(
-            *sample_shape, *self.diag.shape, generator=generator, dtype=self.diag.dtype, device=self.diag.device
-        )
-        return self.transform_noise(noise)
+        """Draws of shape (*sample_shape, ..., P) around `loc`, or around zero."""
+        noise = standard_normal((*sample_shape, *self.diag.shape), self.diag, generator)
+        if self.factor.requires_grad or self.diag.requires_grad or self.factor.ndim > 2 or noise.ndim < 2:
+            drawn = self.transform_noise(noise)
+            return drawn if loc is None else loc + drawn
+        # The same without a temporary for every step on the way.
+        white = noise.mul_(self.shrink)
+        rooted = self._rooted(_contract(self.factor, white))
+        white.addcdiv_(_lift(self.factor, rooted), self.diag)
+        return white if loc is None else white.add_(loc)
+
+    def _rooted(self, inner: Tensor) -> Tensor:
+        """c(VᵀV) y for y of shape (..., L)."""
+        found = _InverseRoot.apply(self.gram, inner.to(torch.float64), *self.spectrum)  # type: ignore[no-untyped-call]
+        rooted: Tensor = found.to(inner.dtype)
+        return rooted
 
     def inv_diag(self) -> Tensor:
         """Diagonal of (UUᵀ + diag d)⁻¹, (..., P).
@@ -135,7 +151,7 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
         >>> p.inv_diag()
         tensor([0.1000, 0.2500])
     """
-    gram = gram_float64(factor, diag.to(torch.float64).rsqrt())
+    gram = gram_float64(factor, diag)
     rank = gram.shape[-1]
     # Beyond ‖V‖² ≈ 1e15 the identity is below the Gram's own rounding; there the rounding takes its place, so that the
     # factorisation stays alive.
@@ -194,45 +210,59 @@ def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:
     return diag * rhs + _lift(factor, _contract(factor, rhs))
 
 
-def gram_float64(rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Rows times their transpose, accumulated in float64 over blocks of columns.
+def gram_float64(rows: Tensor, diag: Tensor | None = None) -> Tensor:
+    """Rows times their transpose, in float64.
+
+    Long float32 rows are multiplied in float32, some thousand columns at a time, and the products are added in float64:
+    the rounding of many short sums averages out (to about 1e-8, tested), and float64 products would take several times
+    as long.
 
     Args:
         rows: (..., K, P).
-        weights: what each column is multiplied by first, float64, (..., P).
+        diag: columns are divided by its square root first, (..., P).
 
     Returns:
         (..., K, K).
     """
-    if rows.device.type == "cuda" and rows.ndim == 2:
-        return contract(*[_double(rows, weights)] * 2)
-    total: Tensor | None = None
-    thin = rows.device.type == "cpu" and rows.shape[-2] > 16
-    width = _GRAM_BLOCK["many rows" if thin else "few rows"]
-    for start in range(0, max(1, rows.shape[-1]), width):
-        part = slice(start, start + width)
-        double = _double(rows[..., part], None if weights is None else weights[..., part])
-        product = double @ double.mT
-        total = product if total is None else total + product
-    assert total is not None
+    if rows.ndim == 2 and rows.dtype is torch.float32 and rows.shape[-1] >= _LONG:
+        return _gram_of_long_rows(rows, None if diag is None else diag.rsqrt())
+    weights = None if diag is None else diag.to(torch.float64).rsqrt().unsqueeze(-2)
+    double = rows.to(torch.float64) if weights is None else rows * weights
+    return double @ double.mT
+
+
+def _gram_of_long_rows(rows: Tensor, weights: Tensor | None) -> Tensor:
+    if rows.device.type == "cuda":
+        scaled = rows if weights is None else rows * weights
+        return contract(scaled, scaled, torch.float64)
+    rank = len(rows)
+    total = rows.new_zeros(rank, rank, dtype=torch.float64)
+    scratch, product = rows.new_empty(rank * _BLOCK), rows.new_empty(rank, rank)
+    for start in range(0, rows.shape[1], _BLOCK):
+        block = rows[:, start : start + _BLOCK]
+        if weights is not None:
+            space = scratch[: block.numel()].view(block.shape)
+            block = torch.mul(block, weights[start : start + _BLOCK], out=space)
+        total += torch.mm(block, block.mT, out=product)
     return total
-
-
-def _double(rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Rows in float64, weighed in the same pass."""
-    return rows.to(torch.float64) if weights is None else rows * weights.unsqueeze(-2)
 
 
 def column_squares(rows: Tensor) -> Tensor:
     """Diagonal of UUᵀ for U by rows, (..., L, P) → (..., P)."""
+    plain = not (rows.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(rows))
+    if rows.device.type == "cpu" and rows.ndim == 2 and len(rows) and plain:
+        total = rows[0].square()
+        for row in rows[1:]:
+            total.addcmul_(row, row)  # one row after the other stays in the cache, all squares together do not
+        return total
     if rows.device.type == "cuda":
         lengths: Tensor = torch.linalg.vector_norm(rows, dim=-2)  # one pass, without the squares in between
         return lengths.square_()
     return rows.square().sum(-2)
 
 
-def contract(rows: Tensor, others: Tensor) -> Tensor:
-    """Inner products over long rows, (L, P) and (K, P) → (L, K).
+def contract(rows: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Inner products over long rows, (L, P) and (K, P) → (L, K), in the rows' dtype or another.
 
     A GPU has no good kernel for matrices this thin; on many chunks at once it does well. The sums of the chunks are
     added in float64.
@@ -240,12 +270,12 @@ def contract(rows: Tensor, others: Tensor) -> Tensor:
     size = rows.shape[-1]
     chunks = size // _CHUNK
     if rows.device.type != "cuda" or chunks < 2:
-        return rows @ others.mT
+        return (rows @ others.mT).to(dtype or rows.dtype)
     parts = [x[:, : chunks * _CHUNK].unflatten(-1, (chunks, _CHUNK)).transpose(0, 1) for x in (rows, others)]
     total: Tensor = (parts[0] @ parts[1].mT).sum(0, dtype=torch.float64)
     if size > chunks * _CHUNK:
         total += rows[:, chunks * _CHUNK :] @ others[:, chunks * _CHUNK :].mT
-    return total.to(rows.dtype)
+    return total.to(dtype or rows.dtype)
 
 
 def _contract(rows: Tensor, vector: Tensor) -> Tensor:

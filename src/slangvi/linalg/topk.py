@@ -258,6 +258,10 @@ def relative_residual(pairs: Eigenpairs) -> Tensor:
 
 def _bordered(corner: Tensor, cross: Tensor, gram: Tensor) -> Tensor:
     """[[corner, crossᵀ], [cross, gram]] in float64: (..., L+R, L+R)."""
-    cross, gram = cross.to(torch.float64), gram.to(torch.float64)
-    upper = torch.cat([corner, cross.mT], dim=-1)
-    return torch.cat([upper, torch.cat([cross, gram], dim=-1)], dim=-2)
+    rank, size = corner.shape[-1], corner.shape[-1] + gram.shape[-1]
+    whole = gram.new_empty(*gram.shape[:-2], size, size, dtype=torch.float64)
+    whole[..., :rank, :rank] = corner
+    whole[..., rank:, :rank] = cross
+    whole[..., :rank, rank:] = cross.mT
+    whole[..., rank:, rank:] = gram
+    return whole

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,9 +18,10 @@ from slangvi.grads import FactoredGradients, RowGroup
 from slangvi.grads.blocks import Block, Formed, Outer, Rows
 from slangvi.methods._graph import Captured, Numbers, Outcome
 from slangvi.methods._graph_functional import MOST_GRAPHS, packed, warn_not_compiled, why_not_captured
+from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.types import GradientOperator, ParamSpec, Routes
 
-__all__ = ["LoopRunner", "LoopStep"]
+__all__ = ["LoopRunner", "LoopStep", "ReplayingOptimizer"]
 
 Signature = tuple[object, ...]
 
@@ -196,6 +199,56 @@ class LoopRunner:
                 self._give_up(why_not_captured(error))
                 return None
         return self.graphs[key]
+
+
+class ReplayingOptimizer(VariationalOptimizer[StateT, InfoT]):
+    """An optimizer whose steps and draws are replayed from graphs when `compile=True`."""
+
+    @abstractmethod
+    def _from_outcome(self, done: Outcome, step: int, prior: Prior) -> tuple[StateT, InfoT]:
+        """State and info of a replayed step."""
+
+    @abstractmethod
+    def _finite_check(self, step: int) -> Callable[..., None]:
+        """What raises when a vector is not finite."""
+
+    def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
+        done = self._replayed(rows) if self.settings.compile else None
+        return super()._advance_rows(rows) if done is None else done
+
+    def _replayed(self, rows: list[RowGroup]) -> tuple[StateT, InfoT] | None:
+        """The step by replaying graphs; None when groups differ or it has to be taken eagerly."""
+        hyper, step = self._hyper, self._state.step + 1
+        alpha, momentum, prior = hyper.lr().value, hyper.momentum(), hyper.prior()
+        tied = hyper.precision_lr()
+        beta = alpha if tied is None else tied.value
+        if isinstance(alpha, Tensor) or isinstance(beta, Tensor) or isinstance(momentum, Tensor):
+            return None
+        numbers, check = Numbers(alpha, beta, 1 - momentum**step), self._finite_check(step)
+        params = self._mirror.params
+        done = self._graphs.step(self._state, rows, params, self.generator, numbers, momentum, prior, check)
+        if done is None:
+            return None
+        after, info = self._from_outcome(done, step, prior)
+        self._graphs.remember(after, done.graph)
+        return after, info
+
+    @cached_property
+    def _graphs(self) -> LoopRunner:
+        return LoopRunner(self.settings.num_data / self.settings.temperature, self._routes)
+
+    def _write_draw(self, generator: torch.Generator | None) -> None:
+        if self.settings.compile and self._graphs.write_draw(self._state, self._mirror.params, generator):
+            self._mirror.mark()
+            torch.clear_autocast_cache()
+        else:
+            super()._write_draw(generator)
+
+    def _write_mean(self) -> None:
+        if self.settings.compile and self._graphs.write_mean(self._state, self._mirror.params):
+            self._mirror.mark()
+        else:
+            super()._write_mean()
 
 
 # The tensors of each kind of block.

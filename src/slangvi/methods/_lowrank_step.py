@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from slangvi._steps import Prior
@@ -152,7 +153,7 @@ def widen(
     new = observed.problem.solution(values, vectors)
     diag_A = (1 - beta) * column_squares(old) + (beta * weight) * observed.squares
     correction = diag_A - column_squares(new)
-    new_diag = (1 - beta) * diag + beta * prior.precision + correction.clamp_min(0)
+    new_diag = torch.lerp(diag, prior.precision, beta).add_(correction.clamp_min(0))
     return Widened(factorize(new, new_diag), diag_A, correction)
 
 
@@ -167,8 +168,8 @@ def shift(
 ) -> Proposed:
     """The mean half of `propose`."""
     gamma, precision = rates.momentum, widened.precision
-    average = gamma * momentum + (1 - gamma) * weight * observed.total
-    gradient = average / rates.correction + prior.precision * (loc - prior.mean)
+    average = torch.lerp(weight * observed.total, momentum, gamma)
+    gradient = torch.addcmul(average / rates.correction, prior.precision, loc - prior.mean)
     new_loc = loc - rates.lr * precision.solve(gradient)
     told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), new_loc, precision.diag)
     return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)

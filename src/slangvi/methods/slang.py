@@ -6,8 +6,7 @@ $$ q(\theta) = \mathcal N\bigl(\mu, (UU^\top + \mathrm{diag}\,d)^{-1}\bigr) $$
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,109 +15,20 @@ from torch import Tensor, nn
 from slangvi import _checks
 from slangvi._flat import state_dtype
 from slangvi._out_of_memory import out_of_memory_advice
-from slangvi._steps import ELBO, Prior, Rate, Schedule, rate_at, require_finite
+from slangvi._settings import Settings
+from slangvi._steps import Prior, Rate, Schedule, rate_at, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.grads.assemble import Engine
-from slangvi.grads.factored import RowGroup
-from slangvi.linalg import LowRankPrecision, factorize
 from slangvi.linalg.topk import padded_spectrum, relative_residual
 from slangvi.methods._gather import GRADIENT_REMEDY, FactoredGatherer, check_schedule, dense_gatherer
 from slangvi.methods._graph import Numbers, Outcome
 from slangvi.methods._graph_functional import GraphRunner
-from slangvi.methods._graph_loop import LoopRunner
-from slangvi.methods._lowrank_step import Proposed, Rates, observe, propose
-from slangvi.optimizer import Settings, VariationalOptimizer
+from slangvi.methods._graph_loop import ReplayingOptimizer
+from slangvi.methods._lowrank_state import STATE_REMEDY, Info, State, finite_check, kl_to_prior, state_of, told
+from slangvi.methods._lowrank_step import Rates, observe, propose
 from slangvi.types import GradientOperator, Params, ParamSpec, Routes, Transform
 
 __all__ = ["SLANG", "Info", "State", "build", "init", "kl_to_prior", "posterior", "sample", "update"]
-
-
-@dataclass(frozen=True, eq=False)
-class State:
-    """What the next step needs.
-
-    Args:
-        loc: μ, (P,).
-        prec_factor: U by rows, (L, P).
-        prec_diag: d, (P,).
-        momentum: m, the running mean of likelihood gradients, (P,).
-        step: steps taken so far.
-        spec: names and shapes behind the flat vectors.
-    """
-
-    loc: Tensor
-    prec_factor: Tensor
-    prec_diag: Tensor
-    momentum: Tensor
-    step: int
-    spec: ParamSpec
-
-    @cached_property
-    def precision(self) -> LowRankPrecision:
-        """UUᵀ + diag d, factorised once per state."""
-        return factorize(self.prec_factor, self.prec_diag)
-
-
-@dataclass(frozen=True, eq=False)
-class Info:
-    """What a step can tell besides the new state.
-
-    Args:
-        step: number of the step, from 1.
-        num_rows: R, per-example gradients used.
-        leading: the leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,), or a matrix that has them, (L, L).
-        total: sum of all its eigenvalues; `captured` is the share that U⁺ holds.
-        residual: bound on the relative error of those eigenpairs; 0 when they were computed in full.
-        clipped: Σ of negative diagonal corrections set to zero; rounding only.
-        expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
-    """
-
-    step: int
-    num_rows: int
-    leading: Tensor
-    total: Tensor
-    residual: Tensor
-    clipped: Tensor
-    expected_log_likelihood: float = float("nan")
-    _state: State | None = field(default=None, repr=False)
-    _prior: Prior | None = field(default=None, repr=False)
-
-    @cached_property
-    def spectrum(self) -> Tensor:
-        """Leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,)."""
-        if self.leading.ndim == 1:
-            return self.leading
-        values: Tensor = torch.linalg.eigvalsh(self.leading)
-        return values.flip(-1).clamp_min(0.0)
-
-    @property
-    def captured(self) -> float:
-        """Share of the curvature's trace that the low-rank part holds, 0…1."""
-        total = float(self.total)
-        return float(self.spectrum.sum()) / total if total > 0 else 1.0
-
-    @property
-    def rank_used(self) -> int:
-        """Directions whose eigenvalue is above rounding."""
-        tiny = torch.finfo(self.spectrum.dtype).eps * float(self.total)
-        return int((self.spectrum > tiny).sum())
-
-    @property
-    def loss(self) -> float:
-        """Negative expected log-likelihood, the fit part of the negative ELBO."""
-        return -self.expected_log_likelihood
-
-    @cached_property
-    def kl(self) -> float:
-        """KL(q ‖ prior) after the step, computed when first asked for."""
-        assert self._state is not None
-        assert self._prior is not None
-        return float(kl_to_prior(self._state, self._prior))
-
-    @property
-    def elbo(self) -> ELBO:
-        """Both parts together."""
-        return ELBO(self.expected_log_likelihood, self.kl)
 
 
 def init(params: Params, rank: int, init_precision: Any = 1.0) -> State:
@@ -187,16 +97,6 @@ def update(
     return after, Info(step, gradients.num_rows, *told, _state=after, _prior=prior)
 
 
-def state_of(new: Proposed, step: int, spec: ParamSpec) -> State:
-    """The state that was proposed, with its factorisation, which the next draw needs."""
-    state = State(new.loc, new.prec_factor, new.prec_diag, new.momentum, step, spec)
-    state.__dict__["precision"] = new.precision  # fills the cached property
-    return state
-
-
-STATE_REMEDY = "Lower lr, raise prior_precision or init_precision, or use float64 parameters."
-
-
 def sample(
     state: State, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
 ) -> dict[str, Tensor]:
@@ -209,13 +109,6 @@ def posterior(state: State) -> LowRankPrecisionNormal:
     return LowRankPrecisionNormal(
         state.loc, state.prec_factor.mT, state.prec_diag, validate_args=False, param_spec=state.spec
     )
-
-
-def kl_to_prior(state: State, prior: Prior) -> Tensor:
-    r"""$\tfrac12[\sum\lambda\,\mathrm{diag}\Sigma + \sum\lambda(\mu-\mu_0)^2 - P - \sum\log\lambda + \log\det]$."""
-    lam = prior.precision
-    spread = (lam * state.precision.inv_diag()).sum() + (lam * (state.loc - prior.mean).square()).sum()
-    return 0.5 * (spread - len(lam) - lam.log().sum() + state.precision.logdet())
 
 
 def build(
@@ -322,7 +215,7 @@ def build(
             replayed = _replayed(graphs, state, batch, generator, numbers, prior_of(state), size)
             if replayed is not None:
                 return replayed
-        thetas = state.loc + state.precision.sample((draws,), generator)
+        thetas = state.precision.sample((draws,), generator, state.loc)
         gradients, mean_log_likelihood = gather(state.spec, thetas, batch)
         new, info = update(
             state,
@@ -349,34 +242,15 @@ def _replayed(
 ) -> tuple[State, Info] | None:
     """A step by replaying graphs, or None when it has to be taken eagerly."""
     step = state.step + 1
-    done = graphs.step(state, batch, generator, numbers, prior, _finite_check(state, step))
+    done = graphs.step(state, batch, generator, numbers, prior, finite_check(state.spec, step))
     if done is None:
         return None
-    after, info = _told(done, step, state.spec, prior)
+    after, info = told(done, step, state.spec, prior)
     graphs.remember(after, done)
     return after, replace(info, expected_log_likelihood=num_data * done.mean_log_likelihood)
 
 
-def _finite_check(state: State, step: int) -> Callable[..., None]:
-    """What a replayed step calls with vectors that may not be finite."""
-
-    def check(what: str, *vectors: Tensor) -> None:
-        remedy = GRADIENT_REMEDY if what == "the gradient" else STATE_REMEDY
-        require_finite(what, step, state.spec, remedy, *vectors)
-
-    return check
-
-
-def _told(done: Outcome, step: int, spec: ParamSpec, prior: Prior) -> tuple[State, Info]:
-    """State and info of a replayed step."""
-    loc, diag, momentum = done.tensors[:3]
-    after = State(loc, done.tensors[3:], diag, momentum, step, spec)
-    told = torch.tensor((done.total, done.residual, done.clipped), dtype=loc.dtype)
-    leading = done.ritz.to(loc.dtype) if done.ritz.ndim == 2 else padded_spectrum(done.ritz, after.prec_factor)
-    return after, Info(step, done.num_rows, leading, told[0], told[1], told[2], _state=after, _prior=prior)
-
-
-class SLANG(VariationalOptimizer[State, Info]):
+class SLANG(ReplayingOptimizer[State, Info]):
     """SLANG as a torch optimizer for any module.
 
     Args:
@@ -484,42 +358,11 @@ class SLANG(VariationalOptimizer[State, Info]):
         size = self.settings.num_data / self.settings.temperature
         return update(state, gradients, num_data=size, prior=prior, lr=lr, precision_lr=precision_lr, momentum=momentum)
 
-    def _advance_rows(self, rows: list[RowGroup]) -> tuple[State, Info]:
-        done = self._replayed(rows) if self.settings.compile else None
-        return super()._advance_rows(rows) if done is None else done
+    def _from_outcome(self, done: Outcome, step: int, prior: Prior) -> tuple[State, Info]:
+        return told(done, step, self._spec, prior)
 
-    def _replayed(self, rows: list[RowGroup]) -> tuple[State, Info] | None:
-        """The step by replaying graphs; None when groups differ or it has to be taken eagerly."""
-        hyper, state, step = self._hyper, self._state, self._state.step + 1
-        alpha, momentum, prior = hyper.lr().value, hyper.momentum(), hyper.prior()
-        tied = hyper.precision_lr()
-        beta = alpha if tied is None else tied.value
-        if isinstance(alpha, Tensor) or isinstance(beta, Tensor) or isinstance(momentum, Tensor):
-            return None
-        numbers = Numbers(alpha, beta, 1 - momentum**step)
-        check = _finite_check(state, step)
-        done = self._graphs.step(state, rows, self._mirror.params, self.generator, numbers, momentum, prior, check)
-        if done is None:
-            return None
-        after, info = _told(done, step, state.spec, prior)
-        self._graphs.remember(after, done.graph)
-        return after, info
-
-    @cached_property
-    def _graphs(self) -> LoopRunner:
-        return LoopRunner(self.settings.num_data / self.settings.temperature, self._routes)
-
-    def _write_draw(self, generator: torch.Generator | None) -> None:
-        if self.settings.compile and self._graphs.write_draw(self._state, self._mirror.params, generator):
-            self._mirror.mark()
-        else:
-            super()._write_draw(generator)
-
-    def _write_mean(self) -> None:
-        if self.settings.compile and self._graphs.write_mean(self._state, self._mirror.params):
-            self._mirror.mark()
-        else:
-            super()._write_mean()
+    def _finite_check(self, step: int) -> Callable[..., None]:
+        return finite_check(self._spec, step)
 
     def _posterior(self, state: State) -> LowRankPrecisionNormal:
         return posterior(state)

@@ -1,0 +1,52 @@
+"""What an optimizer is told once, for all parameters alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slangvi import _checks
+from slangvi.grads.assemble import Engine
+from slangvi.types import Routes
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for all parameters alike; checked when built.
+
+    Args:
+        num_data: N.
+        mc_samples: S in `step(closure)`.
+        temperature: likelihood weighed by 1/temperature.
+        loss_reduction: "mean" or "sum".
+        accumulation_steps: what the loop divides each micro-batch's loss by.
+        engine: "factored" or "dense".
+        verify: check per-example gradients of new patterns of calls.
+        memory_limit: bytes that formed gradients of a parameter, and temporaries, may take.
+        routes: what to form, and how.
+        compile: replay the step and the draws from CUDA graphs.
+    """
+
+    num_data: int
+    mc_samples: int = 1
+    temperature: float = 1.0
+    loss_reduction: str = "mean"
+    accumulation_steps: int = 1
+    engine: Engine = "factored"
+    verify: bool = True
+    memory_limit: int | None = None
+    routes: Routes = Routes()  # noqa: RUF009 — frozen
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        _checks.count("num_data", self.num_data, hint="Pass the number of training examples, len(train_set).")
+        _checks.count("mc_samples", self.mc_samples)
+        _checks.number("temperature", self.temperature, 0.0)
+        _checks.choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        _checks.count("accumulation_steps", self.accumulation_steps)
+        _checks.choice("engine", self.engine, ("factored", "dense"))
+        _checks.flag("verify", self.verify)
+        _checks.flag("compile", self.compile)
+        if self.memory_limit is not None:
+            _checks.count("memory_limit", self.memory_limit, hint="It is a number of bytes.")

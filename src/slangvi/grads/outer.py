@@ -1,0 +1,190 @@
+"""Gradients that are outer products: linear and convolution weights. See `base` for the index legend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slangvi.grads.base import CACHE_BYTES, CHUNK_BYTES, Block, add_product
+
+__all__ = ["Outer"]
+
+
+@dataclass(frozen=True)
+class Outer(Block):
+    """Sums of outer products, g_r = Σ_t δ_rt ⊗ a_rt, never formed: linear and convolution weights.
+
+    Draws of the weights that saw the same inputs share one copy of them: `right` may have R/S rows, row r of `left`
+    then belongs to row r mod R/S of `right`. Work on the inputs is done once instead of S times.
+
+    Args:
+        left: δ, (R, G, T, O).
+        right: a, (R/S, G, T, I).
+        chunk_bytes: largest temporary of a product.
+    """
+
+    left: Tensor
+    right: Tensor
+    chunk_bytes: int = CHUNK_BYTES
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.left.shape[0]
+
+    @property
+    def copies(self) -> int:
+        """S, how often each row of `right` is used."""
+        return self.left.shape[0] // max(1, self.right.shape[0])
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(R, G, T, O, I)."""
+        R, G, T, O = self.left.shape  # noqa: E741
+        return R, G, T, O, self.right.shape[-1]
+
+    @property
+    def costs(self) -> tuple[int, int]:
+        """δδᵀ ∘ aaᵀ over all pairs of positions, and C_k a for one k; inputs shared by S draws count once."""
+        R, G, T, O, I = self.sizes  # noqa: E741
+        rows = self.right.shape[0]
+        inputs = rows * rows if T == 1 else R * R
+        return G * T * T * (R * R * O + inputs * I), G * T * O * (rows * I + R)
+
+    def form(self) -> Tensor:
+        """(R, p)."""
+        whole = self._unshared()
+        return (whole.left.mT @ whole.right).flatten(1)
+
+    def sum(self) -> Tensor:
+        """One product per group over rows and positions together, (p,)."""
+        left = self.left.unflatten(0, (self.copies, -1)).sum(0) if self.copies > 1 else self.left
+        return (_by_group(left).mT @ _by_group(self.right)).flatten()
+
+    def square_sum(self) -> Tensor:
+        """With one position (δ²)ᵀ(a²); otherwise gradients are formed a few rows at a time, (p,)."""
+        _, G, T, O, I = self.sizes  # noqa: E741
+        if T == 1:
+            return Outer(self.left.square(), self.right.square()).sum()
+        total = self.left.new_zeros(G * O * I)
+        for piece in self._unshared()._split(G * O * I):
+            total += piece.form().square().sum(0)
+        return total
+
+    def gram(self) -> Tensor:
+        """Σ_g Σ_tt' (δ_rt·δ_r't')(a_rt·a_r't'), (R, R)."""
+        R, G, T, _, _ = self.sizes
+        if T == 1:
+            return self.gram_with(self.inputs_gram())
+        whole = self._unshared()
+        left, right = _by_group(whole.left), _by_group(whole.right)
+        strips = [
+            ((_by_group(piece.left) @ left.mT) * (_by_group(piece.right) @ right.mT))
+            .reshape(G, piece.num_rows, T, R, T)
+            .sum((0, 2, 4))
+            for piece in whole._split(2 * G * T * R * T)
+        ]
+        return torch.cat(strips)
+
+    @property
+    def simple(self) -> bool:
+        """One group and one position: the Gram is δδᵀ ∘ aaᵀ."""
+        return self.left.shape[1] == self.left.shape[2] == 1
+
+    def inputs_gram(self) -> Tensor:
+        """With one position: aaᵀ in each group, (G, R/S, R/S)."""
+        right = _by_group(self.right)
+        return right @ right.mT
+
+    def gram_with(self, inputs: Tensor) -> Tensor:
+        """With one position: Σ_g δδᵀ ∘ inputs, the latter repeated for draws that share them, (R, R)."""
+        R, left = self.num_rows, _by_group(self.left)
+        product: Tensor = (left @ left.mT).unflatten(1, (self.copies, -1)).unflatten(-1, (self.copies, -1))
+        product *= inputs.unflatten(1, (1, -1)).unflatten(-1, (1, -1))
+        return (product[0] if len(product) == 1 else product.sum(0)).reshape(R, R)
+
+    def mm(self, rows: Tensor) -> Tensor:
+        """Σ_t δ_rtᵀ C_k a_rt: the products C_k a for some k at a time, then their contraction with δ, (R, K)."""
+        R, G, T, O, I = self.sizes  # noqa: E741
+        result = rows.new_zeros(len(rows), R)
+        right, left = _by_group(self.right), self.left.unflatten(0, (self.copies, -1))
+        table, width = rows.unflatten(1, (G, O, I)), self._columns()
+        # Groups one by one: a batch over groups and columns together would have to be copied first.
+        for g in range(G):
+            for start in range(0, len(rows), width):
+                part = slice(start, start + width)
+                seen = (right[g] @ table[part, g].mT).unflatten(1, (-1, T))
+                result[part] += _contracted(left[:, :, g], seen)
+        return result.mT
+
+    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
+        """Σ_r w_rk Σ_t δ_rt ⊗ a_rt: w δ for some k at a time, then one product with a, (K, p)."""
+        _, G, _, O, I = self.sizes  # noqa: E741
+        right, left = _by_group(self.right), self.left.unflatten(0, (self.copies, -1))
+        table, width = onto.unflatten(1, (G, O, I)), self._columns()
+        by_draw = weights.unflatten(0, (self.copies, -1))
+        for g in range(G):
+            for start in range(0, len(onto), width):
+                part = slice(start, start + width)
+                mixed = _mixed(by_draw[..., part], left[:, :, g]).flatten(1, 2)
+                add_product(table[part, g], mixed.mT, right[g].expand(len(mixed), -1, -1))
+
+    @property
+    def num_params(self) -> int:
+        """G·O·I."""
+        _, G, _, O, I = self.sizes  # noqa: E741
+        return G * O * I
+
+    def scaled(self, factor: float) -> Outer:
+        """Times a number."""
+        return replace(self, left=self.left * factor)
+
+    def padded(self, before: int, after: int) -> Outer:
+        """With zero rows around."""
+        around, whole = (0, 0, 0, 0, 0, 0, before, after), self._unshared()
+        return Outer(F.pad(whole.left, around), F.pad(whole.right, around))
+
+    def _unshared(self) -> Outer:
+        """The same with a copy of the inputs for every row."""
+        return replace(self, right=self.right.repeat(self.copies, 1, 1, 1)) if self.copies > 1 else self
+
+    def _columns(self) -> int:
+        """How many columns of the other operand to take at once: on a CPU as many as its cache holds."""
+        limit = min(CACHE_BYTES, self.chunk_bytes) if self.left.device.type == "cpu" else self.chunk_bytes
+        R, _, T, O, _ = self.sizes  # noqa: E741
+        return max(1, limit // max(1, R * T * O * self.left.element_size()))
+
+    def _split(self, entries_per_row: int) -> list[Outer]:
+        """Pieces whose temporaries stay within CHUNK_BYTES."""
+        per_row = max(1, entries_per_row * self.left.element_size())
+        # A CPU gains nothing from large pieces.
+        limit = min(4 * CACHE_BYTES, self.chunk_bytes) if self.left.device.type == "cpu" else self.chunk_bytes
+        rows = max(1, limit // per_row)
+        pairs = zip(self.left.split(rows), self.right.split(rows), strict=True)
+        return [replace(self, left=left, right=right) for left, right in pairs]
+
+
+def _contracted(left: Tensor, seen: Tensor) -> Tensor:
+    """Σ_to δ_srto · seen_krto for one group, (K, S·R/S)."""
+    if left.device.type == "cpu":  # few columns at a time, see `_columns`: plain products beat many tiny matrices
+        return torch.stack([(left * column).sum((-2, -1)).flatten() for column in seen])
+    if len(left) == 1:
+        return seen.mul_(left).sum((-2, -1))
+    return torch.einsum("srto,krto->ksr", left, seen).flatten(1)
+
+
+def _mixed(weights: Tensor, left: Tensor) -> Tensor:
+    """Σ_s w_srk δ_srto for one group, (K, R/S, T, O)."""
+    if len(left) == 1:
+        return weights[0].mT[:, :, None, None] * left
+    if left.device.type == "cpu":
+        return torch.stack([(w[..., None, None] * left).sum(0) for w in weights.unbind(-1)])
+    return torch.einsum("srk,srto->krto", weights, left)
+
+
+def _by_group(x: Tensor) -> Tensor:
+    """(R, G, T, n) → (G, R·T, n)."""
+    return x.transpose(0, 1).flatten(1, 2)

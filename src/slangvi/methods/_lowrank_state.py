@@ -1,0 +1,143 @@
+"""State and Info of methods whose precision is low-rank plus diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from slangvi._steps import ELBO, Prior, require_finite
+from slangvi.linalg import LowRankPrecision, factorize
+from slangvi.linalg.topk import padded_spectrum
+from slangvi.methods._gather import GRADIENT_REMEDY
+from slangvi.methods._graph import Outcome
+from slangvi.methods._lowrank_step import Proposed
+from slangvi.types import ParamSpec
+
+__all__ = ["STATE_REMEDY", "Info", "State", "finite_check", "kl_to_prior", "state_of", "told"]
+
+STATE_REMEDY = "Lower lr, raise prior_precision or init_precision, or use float64 parameters."
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What the next step needs.
+
+    Args:
+        loc: μ, (P,).
+        prec_factor: U by rows, (L, P).
+        prec_diag: d, (P,).
+        momentum: m, the running mean of likelihood gradients, (P,).
+        step: steps taken so far.
+        spec: names and shapes behind the flat vectors.
+    """
+
+    loc: Tensor
+    prec_factor: Tensor
+    prec_diag: Tensor
+    momentum: Tensor
+    step: int
+    spec: ParamSpec
+
+    @cached_property
+    def precision(self) -> LowRankPrecision:
+        """UUᵀ + diag d, factorised once per state."""
+        return factorize(self.prec_factor, self.prec_diag)
+
+
+@dataclass(frozen=True, eq=False)
+class Info:
+    """What a step can tell besides the new state.
+
+    Args:
+        step: number of the step, from 1.
+        num_rows: R, per-example gradients used.
+        leading: the leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,), or a matrix that has them, (L, L).
+        total: sum of all its eigenvalues; `captured` is the share that U⁺ holds.
+        residual: bound on the relative error of those eigenpairs; 0 when they were computed in full.
+        clipped: Σ of negative diagonal corrections set to zero; rounding only.
+        expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
+    """
+
+    step: int
+    num_rows: int
+    leading: Tensor
+    total: Tensor
+    residual: Tensor
+    clipped: Tensor
+    expected_log_likelihood: float = float("nan")
+    _state: State | None = field(default=None, repr=False)
+    _prior: Prior | None = field(default=None, repr=False)
+
+    @cached_property
+    def spectrum(self) -> Tensor:
+        """Leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,)."""
+        if self.leading.ndim == 1:
+            return self.leading
+        values: Tensor = torch.linalg.eigvalsh(self.leading)
+        return values.flip(-1).clamp_min(0.0)
+
+    @property
+    def captured(self) -> float:
+        """Share of the curvature's trace that the low-rank part holds, 0…1."""
+        total = float(self.total)
+        return float(self.spectrum.sum()) / total if total > 0 else 1.0
+
+    @property
+    def rank_used(self) -> int:
+        """Directions whose eigenvalue is above rounding."""
+        tiny = torch.finfo(self.spectrum.dtype).eps * float(self.total)
+        return int((self.spectrum > tiny).sum())
+
+    @property
+    def loss(self) -> float:
+        """Negative expected log-likelihood, the fit part of the negative ELBO."""
+        return -self.expected_log_likelihood
+
+    @cached_property
+    def kl(self) -> float:
+        """KL(q ‖ prior) after the step, computed when first asked for."""
+        assert self._state is not None
+        assert self._prior is not None
+        return float(kl_to_prior(self._state, self._prior))
+
+    @property
+    def elbo(self) -> ELBO:
+        """Both parts together."""
+        return ELBO(self.expected_log_likelihood, self.kl)
+
+
+def kl_to_prior(state: State, prior: Prior) -> Tensor:
+    r"""$\tfrac12[\sum\lambda\,\mathrm{diag}\Sigma + \sum\lambda(\mu-\mu_0)^2 - P - \sum\log\lambda + \log\det]$."""
+    lam = prior.precision
+    spread = (lam * state.precision.inv_diag()).sum() + (lam * (state.loc - prior.mean).square()).sum()
+    return 0.5 * (spread - len(lam) - lam.log().sum() + state.precision.logdet())
+
+
+def state_of(new: Proposed, step: int, spec: ParamSpec) -> State:
+    """The state that was proposed, with its factorisation, which the next draw needs."""
+    state = State(new.loc, new.prec_factor, new.prec_diag, new.momentum, step, spec)
+    state.__dict__["precision"] = new.precision  # fills the cached property
+    return state
+
+
+def finite_check(spec: ParamSpec, step: int) -> Callable[..., None]:
+    """What a replayed step calls with vectors that may not be finite."""
+
+    def check(what: str, *vectors: Tensor) -> None:
+        remedy = GRADIENT_REMEDY if what == "the gradient" else STATE_REMEDY
+        require_finite(what, step, spec, remedy, *vectors)
+
+    return check
+
+
+def told(done: Outcome, step: int, spec: ParamSpec, prior: Prior) -> tuple[State, Info]:
+    """State and info of a replayed step."""
+    loc, diag, momentum = done.tensors[:3]
+    after = State(loc, done.tensors[3:], diag, momentum, step, spec)
+    told = torch.tensor((done.total, done.residual, done.clipped), dtype=loc.dtype)
+    leading = done.ritz.to(loc.dtype) if done.ritz.ndim == 2 else padded_spectrum(done.ritz, after.prec_factor)
+    return after, Info(step, done.num_rows, leading, told[0], told[1], told[2], _state=after, _prior=prior)
