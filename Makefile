@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.installed-demo
 PEERS  := $(VENV)/.installed-peers
-BENCH  ?= step layers scale
+BENCH  ?= step layers scale replicas
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format types unit bench docs clean

@@ -72,7 +72,7 @@ def regression(dtype: torch.dtype, engine: str = "dense", count: int = 4, rank: 
             "prior_mean": [0.0, 0.1, {"0.*": 0.2, "*": 0.0}, 0.0, *[0.0] * count][:count],
             "momentum": [0.9, 0.5, 0.0, 0.95, *[0.8] * count][:count],
             "temperature": [1.0, 0.5, 2.0, 1.0, *[1.0] * count][:count],
-            "init_precision": [1.0, 10.0, 3.0, {"*": 2.0}, *[1.0] * count][:count],
+            "init_precision": [5.0, 10.0, 3.0, {"*": 2.0}, *[1.0] * count][:count],
         },
         torch.linspace(1, 5, count, dtype=dtype),
         model if engine == "factored" else None,
@@ -100,16 +100,16 @@ def logistic(dtype: torch.dtype, count: int = 3, rank: int = 2, draws: int = 3) 
     )
 
 
-def scale(x: Tensor) -> Tensor:
-    return x.abs().max().clamp_min(1e-12)
-
-
 def whole(state: slang.State) -> Tensor:
     """UUᵀ + diag d, which does not depend on signs."""
     return state.prec_factor.T @ state.prec_factor + torch.diag(state.prec_diag)
 
 
 def distance(a: slang.State, b: slang.State) -> float:
-    """Largest relative difference of mean, precision and momentum."""
-    pairs = [(a.loc, b.loc), (whole(a), whole(b)), (a.prec_diag, b.prec_diag), (a.momentum, b.momentum)]
-    return max(float((x - y).abs().max() / scale(y)) for x, y in pairs)
+    """Largest difference of mean, precision and momentum, relative to the largest entry.
+
+    d is what U leaves of the whole diagonal, so its rounding is relative to that.
+    """
+    pairs = [(a.loc, b.loc), (whole(a), whole(b)), (a.momentum, b.momentum)]
+    gaps = [(x - y).abs().max() / y.abs().max().clamp_min(1e-12) for x, y in pairs]
+    return max(float(gap) for gap in (*gaps, (a.prec_diag - b.prec_diag).abs().max() / whole(b).abs().max()))

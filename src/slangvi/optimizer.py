@@ -216,6 +216,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def _write_mean(self) -> None:
         """The mean into the model's parameters."""
         self._mirror.write(self._state.loc)
+        torch.clear_autocast_cache()
 
     def discard_gradients(self) -> None:
         """Forget gradients collected since the last step, e.g. after skipping a batch half way."""

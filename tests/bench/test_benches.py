@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from slangvi.bench import BENCHES, layers, own, peers, scale, step
+from slangvi.bench import BENCHES, layers, own, peers, replicas, scale, step
 from slangvi.bench._measure import BASELINE, FLOOR
 from slangvi.bench._record import Row, Settings
 from slangvi.bench.run import _cpu_name, environment
@@ -28,7 +28,7 @@ def test_every_row_is_measured_or_excused(name, quick_run):
             assert row.ratio > 0
             assert math.isfinite(row.extra_mb)
             assert (row.share is not None) == (
-                name != "layers" and row.name == own.FUNCTIONAL and "large" not in row.settings.values()
+                name in ("step", "scale") and row.name == own.FUNCTIONAL and "large" not in row.settings.values()
             )
     assert all(0 < row.share < 1 for row in rows if row.share is not None)
     assert all(row.met is None for row in rows), "quick sizes are not judged"
@@ -170,3 +170,24 @@ def test_slopes_are_fitted_to_the_upper_part_only():
         "slang: time grows as P^1.00, peak memory as P^2.00.",
         "slang: time grows as L^0.50, peak memory as L^0.00.",
     ]
+
+
+# ---- replicas ----
+
+
+def test_replicas_has_both_engines_both_ways(quick_run):
+    rows = quick_run("replicas").rows
+    ours = [f"{name}{engine}" for name in (replicas.ALONE, replicas.LOCKSTEP) for engine in ("", ", dense")]
+    assert [row.name for row in rows] == [FLOOR, BASELINE, *ours]
+    assert replicas.notes(rows)[0].startswith("Lockstep advances all runs")
+
+
+@pytest.mark.parametrize(("milliseconds", "met"), [(4.0, True), (6.0, False)])
+def test_lockstep_is_judged_against_the_best_way_to_go_one_by_one(milliseconds, met):
+    rows = [
+        Row(f"{replicas.ALONE}, dense", milliseconds=900.0),
+        Row(replicas.ALONE, milliseconds=100.0),
+        Row(replicas.LOCKSTEP, milliseconds=milliseconds),
+    ]
+    assert [row.met for row in replicas.with_goals(rows)] == [None, None, met]
+    assert [row.met for row in replicas.with_goals(rows[:2])] == [None, None]

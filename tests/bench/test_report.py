@@ -52,6 +52,7 @@ RECORDS = {
         *(point(own.FUNCTIONAL, "L", 1000, L) for L in (1, 8)),
         point(own.FUNCTIONAL, "large", 10**8, 8),
     ),
+    "replicas": record("replicas", Row("slang lockstep", milliseconds=20.0, peak_mb=10.0)),
 }
 
 

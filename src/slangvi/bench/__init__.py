@@ -14,4 +14,5 @@ BENCHES = {
     "step": "One step of the paper's network against its peers.",
     "layers": "Convolution and attention, both engines.",
     "scale": "Time and memory as the network and the rank grow.",
+    "replicas": "A hundred small runs, in lockstep and one by one.",
 }

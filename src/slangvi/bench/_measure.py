@@ -39,6 +39,7 @@ class Contender:
         settings: of the row.
         peer: somebody else's code, which may fail in any way; the row then says how.
         note: what a step is, where that needs saying.
+        warmup: steps before the clock starts; more where the first steps are not like the rest.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Contender:
     settings: Mapping[str, int | str] = field(default_factory=dict)
     peer: bool = False
     note: str = ""
+    warmup: int = WARMUP
 
 
 def measure(contenders: Sequence[Contender], settings: Settings, together: bool = True) -> list[Row]:
@@ -67,7 +69,7 @@ def measure(contenders: Sequence[Contender], settings: Settings, together: bool 
             row = Row(contender.name, contender.settings, note=contender.note)
             try:
                 peak = peak_bytes(contender.make, settings.device)
-                steps[index] = _warm(contender.make())
+                steps[index] = _warm(contender.make(), contender.warmup)
                 rows.append(replace(row, peak_mb=peak / 1e6))
             except Exception as error:
                 rows.append(replace(row, skipped=_excuse(error, contender)))
@@ -102,8 +104,8 @@ def _excuse(error: Exception, contender: Contender) -> str:
     raise error
 
 
-def _warm(step: Step) -> Step:
-    for _ in range(WARMUP):
+def _warm(step: Step, count: int = WARMUP) -> Step:
+    for _ in range(count):
         step()
     return step
 

@@ -63,7 +63,10 @@ def contenders(problem: Problem, device: str) -> list[Contender]:
 def with_goals(rows: Sequence[Row]) -> list[Row]:
     """The factored engine must never need more memory than the dense one."""
     dense = next((row.peak_mb for row in rows if row.name == DENSE), None)
-    return [_judged(row, dense) if row.name in (own.FUNCTIONAL, own.COMPILED, own.LOOP) else row for row in rows]
+    return [
+        _judged(row, dense) if row.name in (own.FUNCTIONAL, own.COMPILED, own.LOOP, own.COMPILED_LOOP) else row
+        for row in rows
+    ]
 
 
 def _judged(row: Row, dense: float | None) -> Row:

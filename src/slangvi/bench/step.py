@@ -53,7 +53,8 @@ def rows(settings: Settings, rates: Rates) -> list[Row]:
     problem = vectors(lambda: mlp(work.sizes), work.batch, work.sizes[0], work.sizes[-1], work.draws, settings.device)
     entries = peers.contenders(problem, settings.device, work.ranks)
     for rank in work.ranks:
-        entries += [own.functional(problem, rank), *own.compiled(problem, rank), own.loop(problem, rank)]
+        entries += [own.functional(problem, rank), *own.compiled(problem, rank)]
+        entries += [own.loop(problem, rank), *own.compiled_loop(problem, rank)]
     found = [_with_share(row, work, rates) for row in compare(measure(entries, settings))]
     return found if settings.quick else with_goals(found, settings.device)
 
@@ -93,9 +94,9 @@ def goals(row: Row, device: str, ivon: float | None) -> list[Goal]:
         found.append(Goal(row.milliseconds, MILLISECONDS[rank], f"≤ {MILLISECONDS[rank]} ms"))
     if functional and device == "cpu" and rank in RATIOS:
         found.append(Goal(row.ratio, RATIOS[rank], f"≤ {RATIOS[rank]:g} × Adam"))
-    if row.name == own.LOOP and device == "cuda" and rank == LIKE_IVON and ivon is not None:
+    if row.name in (own.LOOP, own.COMPILED_LOOP) and device == "cuda" and rank == LIKE_IVON and ivon is not None:
         found.append(Goal(row.milliseconds, ivon, "≤ IVON"))
-    if (functional or row.name == own.LOOP) and rank in EXTRA_MB:
+    if (functional or row.name in (own.LOOP, own.COMPILED_LOOP)) and rank in EXTRA_MB:
         found.append(Goal(row.extra_mb, EXTRA_MB[rank], f"≤ {EXTRA_MB[rank]:g} MB extra"))
     return found
 

@@ -37,6 +37,7 @@ class BatchedPass:
     """
 
     def __init__(self, model: nn.Module, spec: ParamSpec, log_likelihood: Callable[[Params, Any], Tensor]) -> None:
+        self.model = model
         self.spec = spec
         self.log_likelihood = log_likelihood
         # Layers in the order of their calls, with the shapes of their outputs; found by the first pass.

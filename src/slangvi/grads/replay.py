@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
@@ -154,14 +155,31 @@ class Replay:
 
 
 def call_tolerance(call: Call, dtypes: set[torch.dtype]) -> float:
-    """Relative error that rounding explains: 1e3 units of the coarsest dtype, autocast and TF32 counted in."""
+    """Relative error that rounding explains, by the coarsest precision that takes part in a call."""
     around = call.surroundings
     if around is not None and around.autocast:
         dtypes = dtypes | {around.autocast_dtype}
+    device = None if around is None else around.device
+    return rounding(call.module, device, dtypes)
+
+
+def rounding(module: nn.Module, device: torch.device | None, dtypes: set[torch.dtype]) -> float:
+    """1e3 units of the coarsest dtype, TF32 counted in where the device may use it."""
     coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
-    if around is not None and around.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+    if device is not None and device.type == "cuda" and _uses_tf32(module):
         coarsest = max(coarsest, 1e-3)
     return min(0.1, max(1e-7, 1e3 * coarsest))
+
+
+def _uses_tf32(module: nn.Module) -> bool:
+    """Products only when asked for, convolutions unless forbidden: those are torch's defaults."""
+    if torch.get_float32_matmul_precision() != "highest":
+        return True
+    try:
+        convolutions = bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # set through torch's newer names, which the old one then refuses to sum up
+        convolutions = True
+    return convolutions and any(isinstance(part, _ConvNd) for part in module.modules())
 
 
 @contextmanager

@@ -39,7 +39,9 @@ class Eigenpairs(NamedTuple):
     residual: Tensor
 
 
-def leading_eigenpairs(matrix: Tensor, count: int, tolerance: float = 0.0, start: int = 0) -> Eigenpairs:
+def leading_eigenpairs(
+    matrix: Tensor, count: int, tolerance: float = 0.0, start: int = 0, tried: bool = False
+) -> Eigenpairs:
     """The `count` largest eigenvalues and their vectors of a symmetric positive semi-definite matrix.
 
     Args:
@@ -47,6 +49,7 @@ def leading_eigenpairs(matrix: Tensor, count: int, tolerance: float = 0.0, start
         count: L, 0…n.
         tolerance: allowed residual relative to the largest eigenvalue; 0 asks for the full decomposition.
         start: the iteration starts from the first `start` coordinates, where the previous factor lies.
+        tried: whether subspace iteration was tried already, in vain.
 
     Example:
         >>> K = torch.diag(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
@@ -60,7 +63,7 @@ def leading_eigenpairs(matrix: Tensor, count: int, tolerance: float = 0.0, start
         return _full(matrix, count)
     if matrix.ndim > 2:
         return _batched(matrix, count, tolerance, min(start, count))
-    found = _iterated(matrix, count, tolerance, min(start, count))
+    found = None if tried else _iterated(matrix, count, tolerance, min(start, count))
     return found or _krylov(matrix, count, tolerance, min(start, count)) or _full(matrix, count)
 
 

@@ -214,7 +214,7 @@ def gram_float64(rows: Tensor, diag: Tensor | None = None) -> Tensor:
     """Rows times their transpose, in float64.
 
     Long float32 rows are multiplied in float32, some thousand columns at a time, and the products are added in float64:
-    the rounding of many short sums averages out (to about 1e-8, tested), and float64 products would take several times
+    the rounding of many short sums averages out (to about 1e-7, tested), and float64 products would take several times
     as long.
 
     Args:
@@ -224,7 +224,8 @@ def gram_float64(rows: Tensor, diag: Tensor | None = None) -> Tensor:
     Returns:
         (..., K, K).
     """
-    if rows.ndim == 2 and rows.dtype is torch.float32 and rows.shape[-1] >= _LONG:
+    plain = rows.is_cuda or (_plain(rows) and (diag is None or _plain(diag)))
+    if rows.ndim == 2 and rows.dtype is torch.float32 and rows.shape[-1] >= _LONG and plain:
         return _gram_of_long_rows(rows, None if diag is None else diag.rsqrt())
     weights = None if diag is None else diag.to(torch.float64).rsqrt().unsqueeze(-2)
     double = rows.to(torch.float64) if weights is None else rows * weights
@@ -247,16 +248,20 @@ def _gram_of_long_rows(rows: Tensor, weights: Tensor | None) -> Tensor:
     return total
 
 
+def _plain(x: Tensor) -> bool:
+    """Neither autograd nor vmap watches, so that results may be written in place."""
+    return not (x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
 def column_squares(rows: Tensor) -> Tensor:
     """Diagonal of UUᵀ for U by rows, (..., L, P) → (..., P)."""
-    plain = not (rows.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(rows))
-    if rows.device.type == "cpu" and rows.ndim == 2 and len(rows) and plain:
+    if rows.device.type == "cpu" and rows.ndim == 2 and len(rows) and _plain(rows):
         total = rows[0].square()
         for row in rows[1:]:
             total.addcmul_(row, row)  # one row after the other stays in the cache, all squares together do not
         return total
     if rows.device.type == "cuda":
-        lengths: Tensor = torch.linalg.vector_norm(rows, dim=-2)  # one pass, without the squares in between
+        lengths: Tensor = torch.linalg.vector_norm(rows, dim=rows.ndim - 2)  # one pass, without the squares in between
         return lengths.square_()
     return rows.square().sum(-2)
 

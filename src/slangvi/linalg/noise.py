@@ -37,11 +37,12 @@ def fill_normal(noise: Tensor, generator: torch.Generator | None) -> Tensor:
     """The same into a tensor without gaps, which is returned."""
     if noise.device.type != "cpu" or noise.numel() < MUCH:
         return noise.normal_(generator=generator)
-    seeds = torch.randint(2**62, (PIECES,), generator=generator).tolist()
-    pieces = noise.view(-1).chunk(PIECES)
+    seeds = torch.randint(2**62, (PIECES,), generator=generator, device="cpu").tolist()
+    pieces, inference = noise.view(-1).chunk(PIECES), noise.is_inference()
 
     def fill(piece: Tensor, seed: int) -> None:
-        piece.normal_(generator=torch.Generator().manual_seed(seed))
+        with torch.inference_mode(inference):  # a thread does not inherit it
+            piece.normal_(generator=torch.Generator("cpu").manual_seed(seed))
 
     with ThreadPoolExecutor(max_workers=min(PIECES, max(1, torch.get_num_threads()))) as threads:
         list(threads.map(fill, pieces, seeds))

@@ -104,6 +104,12 @@ class Problem:
         corner = gram_float64(old) if old.dtype == torch.float64 or old.ndim > 2 else contract(old, old)
         return _bordered(corner.to(torch.float64) * (a * a), cross, gram)
 
+    def prepare(self) -> None:
+        """Compute now what is otherwise computed when first needed: what is captured must be captured in order."""
+        _ = self._roots, self._columns, self._old
+        if self.route != "randomized":
+            _ = self.matrix
+
     def apply(self, block: Tensor) -> Tensor:
         """K X in float64, (n, b), with K formed or not as the route says."""
         if self.route != "randomized":
@@ -127,8 +133,8 @@ class Problem:
         new = (vectors * values.sqrt().unsqueeze(-2)).mT.to(self.factor.dtype)
         return F.pad(new, (0, 0, 0, self.factor.shape[-2] - new.shape[-2]))
 
-    def pairs(self) -> Eigenpairs:
-        """Leading eigenpairs of the small matrix."""
+    def pairs(self, tried: bool = False) -> Eigenpairs:
+        """Leading eigenpairs of the small matrix; `tried` when subspace iteration is known to be too slow for it."""
         rank = min(self.factor.shape[-2], self.size)
         if rank == 0:
             empty = self.factor.new_zeros(*self.factor.shape[:-2], self.size, 0, dtype=torch.float64)

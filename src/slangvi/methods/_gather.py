@@ -17,6 +17,7 @@ from slangvi.errors import NumericalError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup, per_example_gradients
 from slangvi.grads.batched import BatchedPass
 from slangvi.grads.dense import batch_size
+from slangvi.grads.replay import rounding
 from slangvi.types import GradientOperator, Params, ParamSpec, Routes
 
 __all__ = [
@@ -196,7 +197,7 @@ def _agrees(fast: BatchedPass, thetas: Tensor, batch: Any, groups: list[RowGroup
     if expected.keys() != group.blocks.keys():
         return False
     gaps = {name: float((group.blocks[name].sum() - total).norm()) for name, total in expected.items()}
-    tolerance = 1e3 * torch.finfo(thetas.dtype).eps
+    tolerance = rounding(fast.model, thetas.device, {thetas.dtype})
     scale = sum(float(total.norm()) for total in expected.values())
     return all(gap <= tolerance * scale for gap in gaps.values())
 

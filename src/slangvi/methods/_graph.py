@@ -35,12 +35,12 @@ from slangvi.types import GradientOperator
 __all__ = ["Captured", "Numbers", "Outcome"]
 
 # Looks at the residual before the eigenproblem is left to the eager routes.
-_LOOKS = 4
-# Rounds of the eigenproblem when nothing may wait for the CPU, the lack of orthogonality allowed then, and how many
-# steps are taken in halves after it has failed.
+_LOOKS = 3
+# Rounds of the eigenproblem when nothing may wait for the CPU, the lack of orthogonality allowed then, and the most
+# steps that are taken in halves after it has failed.
 _ROUNDS = 2
 _TILT = 1e-6
-_DOUBTS = 16
+_MOST_DOUBTS = 4
 
 
 class Numbers(NamedTuple):
@@ -103,7 +103,7 @@ class Captured(ABC):
     ) -> None:
         self.prior, self.num_data, self.momentum = prior, num_data, momentum
         self._host: dict[str, Tensor] = {}
-        self._doubts = 0  # steps to be taken in halves before the whole is tried again
+        self._doubts = self._failures = 0  # steps to be taken in halves before the whole is tried again
         self.default = torch.cuda.default_generators[state.device.index or 0]
         self.gram_is_there = torch.cuda.Event(external=True)
         # Captured in place of the caller's, whose state is handed over and back: a capture that fails would leave it
@@ -114,7 +114,8 @@ class Captured(ABC):
         # Small numbers travel both ways through page-locked memory, inside the graphs.
         self.sent = _pinned(len(Numbers._fields) + rank + rank * rank)
         self.sent[: len(Numbers._fields)] = 1.0
-        self.sent[-rank * rank :] = torch.eye(rank).flatten() if rank else 0.0
+        if rank:  # without it the slice would be all of them
+            self.sent[-rank * rank :] = torch.eye(rank).flatten()
 
     @abstractmethod
     def gradients(self) -> tuple[GradientOperator, Tensor]:
@@ -140,8 +141,9 @@ class Captured(ABC):
                 default.set_state(before)
                 self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
                 # `whole` first: what it leaves behind is not needed, and its memory goes to the others.
-                pieces = [self.whole, self.watch, self.again, self.move_along, self.move_to_given]
-                for piece in (*pieces, *self.extra_pieces()):
+                iterated = [self.whole, self.watch, self.again, self.move_along]
+                pieces = iterated if self.iterates else [self.watch]
+                for piece in (*pieces, self.move_to_given, *self.extra_pieces()):
                     self._capture_one(piece)
         except BaseException:
             fresh = torch.Generator(device)
@@ -170,10 +172,11 @@ class Captured(ABC):
             self.values = self.vectors.new_zeros(self.vectors.shape[1])
             self.inner = _pinned((1 + self.block.shape[1]) * rank) if self.iterates else _pinned(0)
             kept = self.state.clone()
-            self.whole()
-            self.watch()
-            self.again()
-            self.move_along()
+            if self.iterates:
+                self.whole()
+                self.watch()
+                self.again()
+                self.move_along()
             self.move_to_given()
             self.state.copy_(kept)
             for piece in self.extra_pieces():
@@ -205,37 +208,32 @@ class Captured(ABC):
     def whole(self) -> None:
         """The step in one go, trusting that the previous factor is a good start."""
         checks = self.observe()
-        if self.iterates:
-            problem, rank = self.observed.problem, self.rank
-            start = starting_block(problem.size, rank, rank, torch.float64, self.state.device, 0)
-            vectors, small, flaws = pursued(problem.apply, start, _ROUNDS)
-            self.move(small.diagonal(), vectors, torch.cat([checks, flaws, small.flatten()]))
+        problem, rank = self.observed.problem, self.rank
+        start = starting_block(problem.size, rank, rank, torch.float64, self.state.device, 0)
+        vectors, small, flaws = pursued(problem.apply, start, _ROUNDS)
+        self.move(small.diagonal(), vectors, torch.cat([checks, flaws, small.flatten()]))
 
     def watch(self) -> None:
         """The first half: up to what the CPU needs to solve the eigenproblem."""
         checks = self.observe()
         problem, rank = self.observed.problem, self.rank
+        problem.prepare()
         if self.iterates:
             start = starting_block(problem.size, rank, problem.known, torch.float64, self.state.device)
             self.block = sharpened(problem.apply, start, krylov.STEPS)
             checks = torch.cat([checks, projected(problem.apply, self.block).flatten()])
-        elif problem.route != "randomized":
-            _ = problem.matrix  # to be captured
         self.head = self._returned("head", checks)
 
     def again(self) -> None:
         """A few more products with the small matrix."""
-        if self.iterates:
-            apply = self.observed.problem.apply
-            self.block.copy_(sharpened(apply, self.block, krylov.STEPS))
-            self.more = self._returned("more", projected(apply, self.block).flatten())
+        apply = self.observed.problem.apply
+        self.block.copy_(sharpened(apply, self.block, krylov.STEPS))
+        self.more = self._returned("more", projected(apply, self.block).flatten())
 
     def move_along(self) -> None:
         """The new state, from Ritz pairs whose coordinates in the block come from the CPU."""
-        if self.iterates:
-            rank = self.rank
-            inner = self.inner.to(self.state.device, non_blocking=True).view(-1, rank)
-            self.move(inner[0], self.block @ inner[1:])
+        inner = self.inner.to(self.state.device, non_blocking=True).view(-1, self.rank)
+        self.move(inner[0], self.block @ inner[1:])
 
     def move_to_given(self) -> None:
         """The new state, from eigenpairs that were found elsewhere."""
@@ -296,8 +294,10 @@ class Captured(ABC):
         if self.iterates and self._doubts == 0:
             done = self._at_once(source, before)
             if done is not None:
+                self._failures = 0
                 return done
-            self._doubts = _DOUBTS
+            self._failures += 1
+            self._doubts = min(2**self._failures, _MOST_DOUBTS)
             reload()
         self._doubts = max(0, self._doubts - 1)
         return self._in_halves(source, before, check)
@@ -359,7 +359,7 @@ class Captured(ABC):
                 self.graphs["again"].replay()
                 self._wait()
                 found = self.more
-        pairs = self.observed.problem.pairs()
+        pairs = self.observed.problem.pairs(tried=self.iterates)
         self.values.copy_(pairs.values)
         self.vectors.copy_(pairs.vectors)
         self.graphs["move_to_given"].replay()

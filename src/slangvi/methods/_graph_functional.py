@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -147,7 +148,7 @@ class GraphRunner:
 
     def _give_up(self, reason: str) -> bool:
         self._given_up = True
-        warn_not_compiled(reason, stacklevel=7)
+        warn_not_compiled(reason)
         return True
 
     def _graph(
@@ -181,9 +182,12 @@ def why_not_captured(error: BaseException) -> str:
     return f"the step could not be captured ({type(error).__name__}: {error})"
 
 
-def warn_not_compiled(reason: str, stacklevel: int) -> None:
-    """Say once why steps run eagerly."""
-    warnings.warn(f"compile=True has no effect: {reason}. Steps run eagerly.", UserWarning, stacklevel=stacklevel)
+def warn_not_compiled(reason: str) -> None:
+    """Say once why steps run eagerly, where the caller's code asked for the step."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("slangvi", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"compile=True has no effect: {reason}. Steps run eagerly.", UserWarning, stacklevel=level)
 
 
 def packed(state: Any) -> Tensor:

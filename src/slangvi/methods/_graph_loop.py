@@ -171,7 +171,7 @@ class LoopRunner:
 
     def _give_up(self, reason: str) -> bool:
         self._given_up = True
-        warn_not_compiled(reason, stacklevel=9)
+        warn_not_compiled(reason)
         return True
 
     def _graph(
@@ -247,6 +247,7 @@ class ReplayingOptimizer(VariationalOptimizer[StateT, InfoT]):
     def _write_mean(self) -> None:
         if self.settings.compile and self._graphs.write_mean(self._state, self._mirror.params):
             self._mirror.mark()
+            torch.clear_autocast_cache()
         else:
             super()._write_mean()
 

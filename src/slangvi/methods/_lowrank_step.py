@@ -153,7 +153,7 @@ def widen(
     new = observed.problem.solution(values, vectors)
     diag_A = (1 - beta) * column_squares(old) + (beta * weight) * observed.squares
     correction = diag_A - column_squares(new)
-    new_diag = torch.lerp(diag, prior.precision, beta).add_(correction.clamp_min(0))
+    new_diag = _lerp(diag, prior.precision, beta).add_(correction.clamp_min(0))
     return Widened(factorize(new, new_diag), diag_A, correction)
 
 
@@ -168,8 +168,13 @@ def shift(
 ) -> Proposed:
     """The mean half of `propose`."""
     gamma, precision = rates.momentum, widened.precision
-    average = torch.lerp(weight * observed.total, momentum, gamma)
+    average = _lerp(weight * observed.total, momentum, gamma)
     gradient = torch.addcmul(average / rates.correction, prior.precision, loc - prior.mean)
     new_loc = loc - rates.lr * precision.solve(gradient)
     told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), new_loc, precision.diag)
     return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)
+
+
+def _lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
+    """(1 − w)·start + w·end; w may be of another dtype."""
+    return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)

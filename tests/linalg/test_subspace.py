@@ -1,0 +1,155 @@
+"""Warm-started subspace iteration: against eigh, and honest about what it has missed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slangvi.linalg.subspace import OVERSAMPLING, projected, pursued, ritz, sharpened, starting_block
+
+CPU, DOUBLE = torch.device("cpu"), torch.float64
+
+
+def eye(size: int) -> Tensor:
+    return torch.eye(size, dtype=DOUBLE)
+
+
+def with_spectrum(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A symmetric matrix with these eigenvalues, and its eigenvectors as columns."""
+    source = torch.Generator().manual_seed(seed)
+    vectors = torch.linalg.qr(torch.randn(len(values), len(values), dtype=DOUBLE, generator=source)).Q
+    return (vectors * values) @ vectors.T, vectors
+
+
+def decaying(size: int, base: float = 0.5) -> Tensor:
+    return base ** torch.arange(size, dtype=DOUBLE)
+
+
+@pytest.mark.parametrize(("size", "count", "known", "extra"), [(40, 3, 3, 4), (40, 3, 0, 4), (9, 1, 1, 0), (30, 5, 2, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_the_starting_block_is_orthonormal_near_what_is_known_and_made_once(
+    size, count, known, extra, dtype, global_rng_untouched
+):
+    block = starting_block(size, count, known, dtype, CPU, extra)
+    assert block.shape == (size, count + extra)
+    assert block.dtype is dtype
+    close = {"rtol": 0, "atol": 10 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(block.T @ block, eye(count + extra).to(dtype), **close)
+    if known:
+        # The known coordinates have nearly all of their length inside the span, and their columns a little outside.
+        assert float(block[:known].norm(dim=1).min()) > 0.95
+        assert bool((block[known:, :known].norm(dim=0) > 0.05).all())
+    assert starting_block(size, count, known, dtype, CPU, extra) is block
+
+
+def test_by_default_there_are_a_few_columns_more():
+    assert starting_block(50, 3, 3, DOUBLE, CPU).shape == (50, 3 + OVERSAMPLING)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 2)])
+@pytest.mark.parametrize("count", [1, 4])
+def test_leading_pairs_are_those_of_eigh(count, batch):
+    matrices = [with_spectrum(decaying(40), seed)[0] for seed in range(max(1, torch.Size(batch).numel()))]
+    K = torch.stack(matrices).reshape(*batch, 40, 40)
+    block = sharpened(K.__matmul__, starting_block(40, count, 0, DOUBLE, CPU), 8)
+    values, inner, residual = ritz(projected(K.__matmul__, block), count)
+    assert values.shape == (*batch, count)
+    assert residual.shape == batch
+    vectors = block @ inner
+    expected, exact = torch.linalg.eigh(K)
+    torch.testing.assert_close(values, expected[..., -count:].flip(-1), rtol=0, atol=1e-8)
+    torch.testing.assert_close(vectors.mT @ vectors, eye(count).expand(*batch, count, count), rtol=0, atol=1e-9)
+    overlap = (exact[..., -count:].flip(-1) * vectors).sum(-2).abs()
+    torch.testing.assert_close(overlap, torch.ones_like(overlap), rtol=0, atol=1e-8)
+    left = (K @ vectors - vectors * values.unsqueeze(-2)).norm(dim=-2).amax(-1)
+    # The residual comes from a difference of squares, so it is known to half the digits.
+    torch.testing.assert_close(residual, left, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_sharpening_keeps_the_span_of_the_powers(steps):
+    K, _ = with_spectrum(torch.linspace(0.5, 1.0, 12, dtype=DOUBLE))
+    start = starting_block(12, 2, 0, DOUBLE, CPU, 1)
+    found = torch.linalg.qr(sharpened(K.__matmul__, start, steps)).Q
+    expected = torch.linalg.qr(torch.linalg.matrix_power(K, steps) @ start).Q
+    torch.testing.assert_close(found @ found.T, expected @ expected.T, rtol=0, atol=1e-10)
+
+
+def test_a_zero_matrix_has_zero_pairs():
+    K = torch.zeros(2, 40, 40, dtype=DOUBLE)
+    block = sharpened(K.__matmul__, starting_block(40, 3, 3, DOUBLE, CPU), 3)
+    values, inner, residual = ritz(projected(K.__matmul__, block), 3)
+    assert not values.any()
+    assert not residual.any()
+    assert bool((block @ inner).isfinite().all())
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_repeated_columns_do_no_harm(rank):
+    """A matrix of low rank makes all columns dependent after one product."""
+    source = torch.Generator().manual_seed(1)
+    rows = torch.randn(rank, 50, dtype=DOUBLE, generator=source)
+    K = rows.T @ rows
+    block = sharpened(K.__matmul__, starting_block(50, 4, 4, DOUBLE, CPU), 3)
+    values, inner, residual = ritz(projected(K.__matmul__, block), 4)
+    expected = torch.linalg.eigvalsh(K).flip(0)[:4].clamp_min(0)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-8 * float(expected[0]))
+    assert float(residual) <= 1e-6 * float(values[0])
+    vectors = block @ inner
+    torch.testing.assert_close((vectors * values) @ vectors.T, best(K, 4), rtol=0, atol=1e-7 * float(expected[0]))
+    single = ritz(projected(K.__matmul__, block[:, :1].expand(50, 3).contiguous()), 1)
+    assert bool(torch.isfinite(single.values).all())
+
+
+def best(K: Tensor, rank: int) -> Tensor:
+    values, vectors = torch.linalg.eigh(K)
+    return (vectors[:, -rank:] * values[-rank:]) @ vectors[:, -rank:].T
+
+
+def start_at(vectors: Tensor, error: float) -> Tensor:
+    """Columns near given ones."""
+    source = torch.Generator().manual_seed(3)
+    noise = torch.randn(vectors.shape, dtype=DOUBLE, generator=source) / len(vectors) ** 0.5
+    return torch.linalg.qr(vectors + error * noise).Q
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_good_start_is_pursued_to_the_leading_space(count, rounds):
+    spectrum = torch.cat([torch.linspace(2.0, 1.0, count, dtype=DOUBLE), 0.02 * decaying(40 - count, 0.9)])
+    K, vectors = with_spectrum(spectrum)
+    found, small, flaws = pursued(K.__matmul__, start_at(vectors[:, :count], 0.01), rounds)
+    torch.testing.assert_close(found @ found.T, vectors[:, :count] @ vectors[:, :count].T, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.linalg.eigvalsh(small).flip(0), spectrum[:count], rtol=0, atol=1e-7)
+    largest, image = float(small.diagonal().max()), K @ found
+    assert float(flaws[0]) == pytest.approx(float((image - found @ small).norm(dim=0).max()) / largest, rel=1e-6)
+    assert float(flaws[0]) < 1e-4
+    assert float(flaws[1]) < 1e-10
+
+
+def test_a_start_that_hides_a_leading_direction_is_told_by_its_residual():
+    spectrum = torch.cat([torch.tensor([4.0, 2.0, 1.0], dtype=DOUBLE), 0.1 * decaying(37)])
+    K, vectors = with_spectrum(spectrum)
+    start = torch.cat([start_at(vectors[:, 1:3], 1e-3), vectors[:, 20:21]], dim=1)
+    _, _, flaws = pursued(K.__matmul__, start, 2)
+    assert float(flaws[0]) > 1e-3
+
+
+def test_a_start_of_exact_eigenvectors_stays_where_it_is():
+    """The one thing the flaws cannot tell: why `starting_block` mixes in a little chance, and the size of it is tested."""
+    K, vectors = with_spectrum(torch.cat([torch.tensor([4.0, 2.0], dtype=DOUBLE), 0.1 * decaying(38)]))
+    _, small, flaws = pursued(K.__matmul__, vectors[:, 1:2], 1)
+    assert float(small) == pytest.approx(2.0, abs=1e-6)
+    assert float(flaws[0]) < 1e-6
+    _, _, mixed = pursued(K.__matmul__, start_at(vectors[:, 1:2], 0.1), 1)
+    assert float(mixed[0]) > 1e-3
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_dependent_columns_are_told_by_their_tilt(rank):
+    """Three vectors of a matrix that has fewer: no three columns can be orthonormal and in its range."""
+    K, _ = with_spectrum(torch.cat([torch.ones(rank, dtype=DOUBLE), torch.zeros(30 - rank, dtype=DOUBLE)]))
+    found, small, flaws = pursued(K.__matmul__, starting_block(30, 3, 0, DOUBLE, CPU, 0), 2)
+    assert bool(found.isfinite().all() & small.isfinite().all() & flaws.isfinite().all())
+    assert float(flaws[1]) > 1e-3
