@@ -93,7 +93,8 @@ def test_lower_layers_import_only_what_is_below_them(package):
 FORBIDDEN = {
     "slangvi.grads": ("slangvi.methods", "slangvi.optimizer", "slangvi.predict", "slangvi.distributions"),
     "slangvi.optimizer": ("slangvi.methods",),
-    "slangvi.methods": ("slangvi.predict", "slangvi.experiments", "slangvi.bench", "slangvi.cli"),
+    "slangvi.methods": ("slangvi.replicas", "slangvi.predict", "slangvi.experiments", "slangvi.bench", "slangvi.cli"),
+    "slangvi.replicas": ("slangvi.optimizer", "slangvi.predict", "slangvi.experiments", "slangvi.bench", "slangvi.cli"),
     "slangvi._steps": ("slangvi.methods", "slangvi.optimizer", "slangvi.grads"),
     "slangvi.predict": ("slangvi.methods", "slangvi.optimizer", "slangvi.experiments", "slangvi.bench"),
     "slangvi.memory": ("slangvi.predict", "slangvi.experiments", "slangvi.bench", "slangvi.cli"),

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map
 import slangvi
 from cases import CASES, RANDOM_CASES, build
 from reference import loop_gradients
+from replicating import regression
+from slangvi import replicas
 from slangvi.grads import FactoredGradients, GradientCapture
 from slangvi.types import ParamSpec
 
@@ -105,6 +107,40 @@ def test_generators_and_resume_on_the_gpu():
     wrong = slangvi.SLANG(nn.Linear(1, 1).cuda(), num_data=1, generator=torch.Generator())
     with pytest.raises(ValueError, match="generator is on cpu"), wrong.sampled_params():
         pass
+
+
+@pytest.mark.parametrize("engine", ["dense", "factored"])
+def test_replicas_on_the_gpu_are_what_they_are_elsewhere_and_alone(engine):
+    """CPU generators: as on the CPU. CUDA generators: as a single run on the GPU. One generator: any draws."""
+    problem = regression(torch.float64, engine)
+    index = torch.randint(30, (4, 5))
+
+    def run(device, generators, problem, counts=(5, 5, 3, 5)):
+        moved = copy.copy(problem)
+        moved.data = tuple(x.to(device) for x in problem.data)
+        moved.starts = [{name: value.to(device) for name, value in start.items()} for start in problem.starts]
+        runs = moved.runs()
+        state = runs.init(moved.starts)
+        for _ in range(5):
+            state, info = runs.update(state, moved.batch(index), generators, counts)
+        assert info.failures == ()
+        return runs, state
+
+    _, cpu = run("cpu", replicas.streams(range(4)), problem)
+    _, gpu = run("cuda", replicas.streams(range(4)), problem)
+    assert gpu.loc.is_cuda
+    torch.testing.assert_close(gpu.loc.cpu(), cpu.loc, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gpu.prec_diag.cpu(), cpu.prec_diag, rtol=1e-9, atol=1e-9)
+    runs, state = run("cuda", replicas.streams(range(4), "cuda"), problem)
+    for k, size in enumerate((5, 5, 3, 5)):
+        vi, generator = problem.alone(k), torch.Generator("cuda").manual_seed(k)
+        single = vi.init({name: value.cuda() for name, value in problem.starts[k].items()})
+        batch = tuple(x[k, :size].cuda() for x in problem.batch(index))
+        for _ in range(5):
+            single, _ = vi.update(single, batch, generator=generator)
+        torch.testing.assert_close(runs.replica(state, k).loc, single.loc, rtol=1e-9, atol=1e-9)
+    _, state = run("cuda", torch.Generator("cuda").manual_seed(0), problem)
+    assert state.step.tolist() == [5] * 4
 
 
 def test_prediction_and_functional_api_on_the_gpu():

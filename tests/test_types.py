@@ -1,6 +1,9 @@
-"""ParamSpec: where named tensors lie in the flat vector; and which tensors it refuses."""
+"""ParamSpec: where named tensors lie in the flat vector; and which tensors it refuses. Routes: what may be asked for."""
 
 from __future__ import annotations
+
+import copy
+import pickle
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import nn
 
 from cases import GPT, RawParameter
 from slangvi.errors import UnsupportedModuleError
-from slangvi.types import ParamSpec, check_parameter
+from slangvi.types import ParamSpec, Routes, check_parameter
 
 SHAPES = {"w": (2, 3), "scalar": (), "empty": (0, 4), "b": (5,), "cube": (1, 2, 2), "empty too": (3, 0)}
 shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=5)
@@ -90,6 +93,18 @@ def test_specs_compare_by_value():
     assert spec_of(SHAPES) == spec_of(SHAPES)
     assert hash(spec_of(SHAPES)) == hash(spec_of(SHAPES))
     assert spec_of({"a": (1,)}) != spec_of({"a": (2,)})
+
+
+def test_the_hash_follows_all_that_is_compared():
+    """It is computed once and kept; names, shapes and aliases count, and copies agree."""
+    spec = spec_of({"a": (1,), "b": (2,)})
+    first = hash(spec)
+    assert spec._hash == hash(spec) == first
+    others = [spec_of({"a": (2,), "b": (1,)}), spec_of({"b": (1,), "a": (2,)}), spec_of({"a": (1,), "c": (2,)})]
+    others.append(ParamSpec(spec.names, spec.shapes, (("head", "a"),)))
+    assert len({spec, *others}) == 5
+    assert {spec: 1}[copy.deepcopy(spec)] == 1
+    assert {spec: 1}[pickle.loads(pickle.dumps(spec))] == 1
 
 
 # ---- of_module ----
@@ -178,3 +193,50 @@ def test_lazy_modules_are_refused_until_they_have_run():
         ParamSpec.of_module(model)
     model(torch.zeros(1, 3))
     assert ParamSpec.of_module(model).num_params == 8
+
+
+# ---- Routes ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": "formed"}, r"layers must say 'auto', 'form' or 'factor', got 'formed'"),
+        ({"layers": {"a": "form", "*": "both"}}, r"layers must say 'auto', 'form' or 'factor', got 'both'"),
+        ({"spectrum": "exact"}, r"spectrum must be 'auto', 'gram' or 'randomized', got 'exact'"),
+        ({"form_bytes": -1}, r"form_bytes must be a number of bytes ≥ 0, got -1"),
+        ({"chunk_bytes": -5}, r"chunk_bytes must be a number of bytes ≥ 0, got -5"),
+    ],
+)
+def test_impossible_routes_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Routes(**options)
+
+
+@pytest.mark.parametrize("layers", ["auto", "form", "factor", {}, {"a.*": "auto", "b": "form", "c": "factor"}])
+@pytest.mark.parametrize("spectrum", ["auto", "gram", "randomized"])
+def test_possible_routes_are_accepted_and_copied(layers, spectrum):
+    routes = Routes(layers, spectrum, 0, 0)
+    assert routes == copy.deepcopy(routes) == pickle.loads(pickle.dumps(routes))
+
+
+def test_nothing_is_larger_than_the_memory_limit():
+    routes = Routes("form", "gram", form_bytes=100, chunk_bytes=10)
+    assert routes.within(None) is routes
+    assert routes.within(1000) == routes
+    assert routes.within(50) == Routes("form", "gram", 50, 10)
+    assert routes.within(5) == Routes("form", "gram", 5, 5)
+
+
+def test_the_first_name_or_glob_that_fits_counts():
+    routes = Routes({"head.weight": "form", "*.weight": "factor", "head.*": "form", "[ab].bias": "factor"})
+    found = {name: routes.layer(name) for name in ("head.weight", "a.weight", "head.bias", "a.bias", "c.bias", "HEAD.bias")}
+    assert found == {
+        "head.weight": "form",
+        "a.weight": "factor",
+        "head.bias": "form",
+        "a.bias": "factor",
+        "c.bias": "auto",
+        "HEAD.bias": "auto",
+    }
+    assert {Routes(word).layer("anything") for word in ("form", "factor", "auto")} == {"form", "factor", "auto"}

@@ -23,6 +23,7 @@ from slangvi._settings import Settings
 from slangvi._steps import ELBO, Prior, Rate
 from slangvi.errors import NumericalError, UnsupportedModuleError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
+from slangvi.grads.blocks import Block, cheapest
 from slangvi.types import GradientOperator, Params, ParamSpec, Routes
 
 __all__ = ["Settings", "VariationalOptimizer"]
@@ -326,8 +327,19 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             fresh = replace(fresh, step=old.step)  # type: ignore[type-var]
         self._spec, self._mirror, self._name_of, self._hyper, self._state = spec, mirror, name_of, hyper, fresh
         options = self.settings
+        rank, routes = self.rank, self._routes
+
+        def settle(name: str, block: Block) -> Block:
+            return cheapest(block, rank, routes, name)
+
         self._capture = GradientCapture(
-            self.model, spec, fresh.loc.dtype, options.engine, options.verify, memory_limit=options.memory_limit
+            self.model,
+            spec,
+            fresh.loc.dtype,
+            options.engine,
+            options.verify,
+            memory_limit=options.memory_limit,
+            settle=settle,
         )
 
     def _sync(self) -> None:

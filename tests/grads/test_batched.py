@@ -194,3 +194,66 @@ def test_a_pass_that_fails_later_goes_draw_by_draw(monkeypatch):
     monkeypatch.setattr(BatchedPass, "gather", broken)
     state, _ = vi.update(state, (x, y))
     assert state.step == 3
+
+
+class Forking(nn.Module):
+    """The path depends on a switch: which of two layers of one shape, whether one is left out, or called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(3, 3) for _ in range(3))
+        self.path = "left"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.path == "positions":
+            return self.left(x.unsqueeze(1).expand(-1, 4, -1)).sum(1) + 0 * self.right(x)
+        if self.path == "left":
+            return self.left(x) + 0 * self.right(x)
+        if self.path == "right":
+            return self.right(x) + 0 * self.left(x)
+        return self.left(self.left(x)) + self.right(x) if self.path == "twice" else self.left(x)
+
+
+OTHER_PATHS = {
+    "right": "'right' was called out of turn or with other sizes: the model has taken another path",
+    "twice": "'left' was called out of turn",
+    "skipped": "appears to not have been used",
+    "positions": "'left' was called .* with other sizes",
+}
+
+
+@pytest.mark.parametrize("path", OTHER_PATHS)
+def test_another_path_is_noticed_although_calls_are_remembered(path):
+    torch.manual_seed(0)
+    model = Forking().double()
+    spec, batch = ParamSpec.of_module(model), (torch.randn(4, 3).double(), torch.randn(4, 3).double())
+    thetas = spec.flatten({k: v.detach() for k, v in model.named_parameters()}).expand(2, -1)
+    fast = BatchedPass(model, spec, slangvi.Gaussian().of(model))
+    fast.gather(thetas, batch)
+    remembered = list(fast.calls or [])
+    model.path = path
+    with pytest.raises(RuntimeError, match=OTHER_PATHS[path]):
+        fast.gather(thetas, batch)
+    assert fast.calls == remembered
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("path", OTHER_PATHS)
+def test_another_path_goes_draw_by_draw_and_is_right(path):
+    """The third step uses the remembered calls; a second run that never remembers gives the same."""
+    states = []
+    for allowed in (True, False):
+        torch.manual_seed(0)
+        model = Forking().double()
+        batch = (torch.randn(4, 3).double(), torch.randn(4, 3).double())
+        vi = slangvi.slang.build(
+            slangvi.Gaussian().of(model), num_data=9, rank=1, lr=0.1, mc_samples=2, model=model, verify=allowed
+        )
+        state, generator = vi.init(dict(model.named_parameters())), torch.Generator().manual_seed(0)
+        for step in range(4):
+            model.path = path if step == 2 else "left"
+            state, _ = vi.update(state, batch, generator=generator)
+        states.append(state)
+    torch.testing.assert_close(states[0].loc, states[1].loc, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(states[0].prec_diag, states[1].prec_diag, rtol=1e-9, atol=1e-10)

@@ -105,3 +105,23 @@ def test_a_start_orthogonal_to_the_leading_pair_hides_nothing():
 def test_an_old_factor_of_exact_eigenvectors_does_not_hide_what_is_new(new):
     K = torch.diag(torch.tensor([1.0] * 8 + [0.0] * 247 + [new], dtype=torch.float64))
     assert float(leading_eigenpairs(K, 8, 1e-6, start=8).values[0]) == pytest.approx(new, rel=1e-6)
+
+
+@pytest.mark.parametrize("decays", [(2.0, 2.0), (2.0, 0.0, 1.0, 0.0), (0.0,)])
+def test_each_of_a_batch_is_solved_as_well_as_alone(decays):
+    """Those for which the iteration is too slow are decomposed; the others keep what it found."""
+    batch = torch.stack([matrix(150, decay, seed) for seed, decay in enumerate(decays)])
+    found, exact = leading_eigenpairs(batch, 3, 1e-6, 3), leading_eigenpairs(batch, 3)
+    for k, decay in enumerate(decays):
+        largest = float(exact.values[k, 0])
+        assert (float(found.residual[k]) == 0.0) == (decay == 0.0)
+        assert float(found.residual[k]) <= 1e-6 * largest
+        torch.testing.assert_close(found.values[k], exact.values[k], rtol=1e-6, atol=1e-6 * largest)
+
+
+def test_no_pairs_can_be_asked_for():
+    for K in (matrix(40, 1.0), torch.stack([matrix(40, 1.0)] * 3)):
+        found = leading_eigenpairs(K, 0, 1e-6)
+        assert found.values.shape == (*K.shape[:-2], 0)
+        assert found.vectors.shape == (*K.shape[:-1], 0)
+        assert found.residual.shape == K.shape[:-2]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi.errors import UnsupportedModuleError, UnverifiedGradientsWarning
-from slangvi.grads.blocks import Block, Formed, add
+from slangvi.grads.blocks import Block, Formed, Settle, add, as_it_is
 from slangvi.grads.calls import Backward, Call
 from slangvi.grads.factored import RowGroup
 from slangvi.grads.replay import Replay, call_tolerance
@@ -42,6 +42,7 @@ class Assembler:
         engine: "factored", or "dense" to serve every parameter by the dense engine on the whole model.
         verify: whether to check.
         memory_limit: bytes that rows in the making may take when a module is called again.
+        settle: (name, block) → the same gradients in the form they are to be kept in.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Assembler:
         engine: Engine,
         verify: bool,
         memory_limit: int | None = None,
+        settle: Settle = as_it_is,
     ) -> None:
         self.model = model
+        self.settle = settle
         self.spec = spec
         self.dtype = dtype
         self.engine = engine
@@ -171,7 +174,7 @@ class Assembler:
                 if found is None or local not in found:
                     spoilt.add(name)
                 else:
-                    parts.setdefault(name, []).append(found[local])
+                    parts.setdefault(name, []).append(self.settle(name, found[local]))
         return {name: add(uses) for name, uses in parts.items() if name not in spoilt}, spoilt
 
     def _by_modules(self, backward: Backward, values: Params, wanted: list[str], count: int) -> dict[str, Block]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from slangvi.grads.blocks import Block, add
+from slangvi.grads.blocks import Block, Settle, add, as_it_is
 from slangvi.grads.factored import RowGroup
 from slangvi.grads.rules import find_rule, shares_inputs
 from slangvi.types import Params, ParamSpec
@@ -34,9 +34,17 @@ class BatchedPass:
         model: the module behind the log-likelihood.
         spec: layout, tied names included.
         log_likelihood: (params, batch) → (M,).
+        settle: (name, block) → the same gradients in the form they are to be kept in.
     """
 
-    def __init__(self, model: nn.Module, spec: ParamSpec, log_likelihood: Callable[[Params, Any], Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ParamSpec,
+        log_likelihood: Callable[[Params, Any], Tensor],
+        settle: Settle = as_it_is,
+    ) -> None:
+        self.settle = settle
         self.model = model
         self.spec = spec
         self.log_likelihood = log_likelihood
@@ -105,11 +113,13 @@ class BatchedPass:
 
         def perturb(name: str) -> Hook:
             def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-                epsilon = epsilons[len(inputs)]
-                if self.calls is None or self.calls[len(inputs)][0] != name:
-                    raise RuntimeError(f"layer {name!r} was called out of turn: the model has taken another path.")
+                turn = len(inputs)
+                if self.calls is None or self.calls[turn : turn + 1] != [(name, output.shape)]:
+                    raise RuntimeError(
+                        f"layer {name!r} was called out of turn or with other sizes: the model has taken another path."
+                    )
                 inputs.append(args[0])
-                return output + epsilon
+                return output + epsilons[turn]
 
             return hook
 
@@ -127,7 +137,9 @@ class BatchedPass:
         found = rule(module, x[0] if shared else x.flatten(0, 1), delta.flatten(0, 1))
         assert found is not None
         names = {local: self._canonical(name, local) for local in module._parameters}
-        return {full: found[local] for local, full in names.items() if full is not None and local in found}
+        # Layer by layer: the patches of all convolutions together may be many times what their gradients are.
+        owned = {full: local for local, full in names.items() if full is not None and local in found}
+        return {full: self.settle(full, found[local]) for full, local in owned.items()}
 
     def _dry_run(self, theta: Tensor, batch: Any) -> list[tuple[str, torch.Size]]:
         """Which layers are called in which order, and the shapes of their outputs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -14,7 +14,7 @@ from slangvi.grads.base import CHUNK_BYTES, Block, Formed
 from slangvi.grads.outer import Outer
 from slangvi.types import Routes
 
-__all__ = ["Block", "Formed", "Memo", "Outer", "Rows", "add", "cheapest", "place", "stack"]
+__all__ = ["Block", "Formed", "Memo", "Outer", "Rows", "Settle", "add", "as_it_is", "cheapest", "place", "stack"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,15 @@ class Rows(Block):
         values = self.values.new_zeros(len(keys), self.values.shape[-1])
         values.index_add_(0, place.flatten(), self.values.flatten(0, 1))
         return keys // self.table_rows, keys % self.table_rows, values
+
+
+# (parameter name, block) → the same gradients in the form they are to be kept in.
+Settle = Callable[[str, Block], Block]
+
+
+def as_it_is(name: str, block: Block) -> Block:
+    """Keep a block in the form its rule gave it."""
+    return block
 
 
 def add(blocks: Sequence[Block]) -> Block:

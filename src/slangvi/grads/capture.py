@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads.assemble import Assembler, Engine
+from slangvi.grads.blocks import Settle, as_it_is
 from slangvi.grads.calls import Backward, Call, Surroundings
 from slangvi.grads.factored import RowGroup
 from slangvi.grads.rules import find_rule
@@ -38,6 +39,7 @@ class GradientCapture:
         verify: check patterns of calls not seen before.
         leaf_totals: also record the gradients that reach the model's own parameters.
         memory_limit: bytes that rows in the making may take when a module is called again.
+        settle: (name, block) → the same gradients in the form they are to be kept in.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class GradientCapture:
         verify: bool = True,
         leaf_totals: bool = True,
         memory_limit: int | None = None,
+        settle: Settle = as_it_is,
     ) -> None:
         self.model = model
-        self.assembler = Assembler(model, spec, dtype, engine, verify, memory_limit)
+        self.assembler = Assembler(model, spec, dtype, engine, verify, memory_limit, settle)
         self.active = False
         self._backwards: dict[int, Backward] = {}
         self._before: dict[str, Surroundings] = {}

@@ -23,6 +23,7 @@ __all__ = ["Eigenpairs", "leading_eigenpairs"]
 STEPS = 3
 LOOKS = 2
 MOST_ROUNDS = 8
+_SMALL = 384
 
 
 class Eigenpairs(NamedTuple):
@@ -73,7 +74,9 @@ def iteration_pays(size: int, count: int) -> bool:
 
 
 def _full(matrix: Tensor, count: int) -> Eigenpairs:
-    values, vectors = torch.linalg.eigh(matrix)
+    # A GPU is slower than a CPU on a single matrix of a few hundred rows.
+    at_home = matrix.ndim == 2 and matrix.shape[-1] <= _SMALL
+    values, vectors = (x.to(matrix.device) for x in torch.linalg.eigh(matrix.cpu() if at_home else matrix))
     first = values.shape[-1] - count
     leading = values[..., first:].flip(-1).clamp_min(0.0)
     return Eigenpairs(leading, vectors[..., first:].flip(-1), values.new_zeros(values.shape[:-1]))

@@ -26,6 +26,8 @@ OVERSAMPLING = 4
 # How much chance is mixed into the coordinates of the previous factor. Without it an old factor made of exact
 # eigenvectors would never show that others have overtaken it.
 _CHANCE = 0.1
+# Directions of a basis that are this many roundings long are not there.
+_ROUNDING = 1e3
 
 
 class Ritz(NamedTuple):
@@ -116,19 +118,21 @@ def projected(apply: Apply, block: Tensor) -> Tensor:
 def ritz(small: Tensor, count: int) -> Ritz:
     """Leading pairs from `projected`: y = Xw with wᵀ(XᵀX)w = 1, ‖Ky − θy‖² = wᵀ(XᵀK²X)w − θ².
 
-    Columns are brought to length one before XᵀX is factorised; directions within its rounding are left out, by way of
-    the shift, which makes their w small.
+    Columns are brought to length one before XᵀX is decomposed. Directions within its rounding are left out, w = 0 and
+    θ = 0: their values would be noise that can be larger than what is looked for. What rounding leaves of the residual
+    counts with either sign, for the same reason.
     """
     gram, first, second = small.cpu().unbind(-3)
-    lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(gram.dtype).tiny).sqrt()
+    info = torch.finfo(gram.dtype)
+    lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(info.tiny).sqrt()
     scale = 1.0 / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
-    unit = gram * scale
-    unit.diagonal(dim1=-2, dim2=-1).add_(16 * gram.shape[-1] * torch.finfo(gram.dtype).eps)
-    white = torch.linalg.inv(torch.linalg.cholesky(unit))
-    values, turned = torch.linalg.eigh(white @ (first * scale) @ white.mT)
+    sizes, axes = torch.linalg.eigh(gram * scale)
+    there = sizes > _ROUNDING * gram.shape[-1] * info.eps
+    white = axes * torch.where(there, sizes.clamp_min(info.tiny).rsqrt(), 0.0).unsqueeze(-2)
+    values, turned = torch.linalg.eigh(white.mT @ (first * scale) @ white)
     values, turned = values[..., -count:].flip(-1), turned[..., -count:].flip(-1)
-    inner = white.mT @ turned
+    inner = white @ turned
     square = (inner * ((second * scale) @ inner)).sum(-2) - values.square()
-    residual = square.clamp_min(0.0).amax(-1).sqrt()
+    residual = square.abs().amax(-1).sqrt()
     found = (values.clamp_min(0.0), inner / lengths.unsqueeze(-1), residual)
     return Ritz(*(x.to(small.device) for x in found))

@@ -16,6 +16,7 @@ from slangvi._steps import Schedule
 from slangvi.errors import NumericalError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup, per_example_gradients
 from slangvi.grads.batched import BatchedPass
+from slangvi.grads.blocks import Block, cheapest
 from slangvi.grads.dense import batch_size
 from slangvi.grads.replay import rounding
 from slangvi.types import GradientOperator, Params, ParamSpec, Routes
@@ -131,6 +132,9 @@ class FactoredGatherer:
         """The operator over rows of these groups."""
         return FactoredGradients(spec, groups, self.rank, like, self.routes)
 
+    def _settle(self, name: str, block: Block) -> Block:
+        return cheapest(block, self.rank, self.routes, name)
+
     def _draw_by_draw(self, kind: Kind, thetas: Tensor, batch: Any, recheck: bool) -> tuple[FactoredGradients, float]:
         spec, count = kind[0], batch_size(batch)
         capture, groups, values = self._capture_for(spec, thetas.dtype), [], []
@@ -140,7 +144,7 @@ class FactoredGatherer:
             groups += found
             values.append(value)
         capture.forget_inputs()
-        fast = BatchedPass(self.model, capture.assembler.spec, self.log_likelihood)
+        fast = BatchedPass(self.model, capture.assembler.spec, self.log_likelihood, self._settle)
         same_dtype = set(self.dtypes.values()) == {thetas.dtype}
         simple = self.verify and same_dtype and capture.assembler.rules_sufficed and fast.possible
         if simple and _agrees(fast, thetas, batch, groups):
@@ -166,7 +170,13 @@ class FactoredGatherer:
         if key not in self._captures:
             known = with_aliases(spec, self.model)
             self._captures[key] = GradientCapture(
-                self.model, known, dtype, verify=self.verify, leaf_totals=False, memory_limit=self.memory_limit
+                self.model,
+                known,
+                dtype,
+                verify=self.verify,
+                leaf_totals=False,
+                memory_limit=self.memory_limit,
+                settle=self._settle,
             )
         return self._captures[key]
 
