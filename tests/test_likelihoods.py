@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import distributions as D
 from torch import nn
 
-from slangvi import Bernoulli, Categorical, Gaussian, NumericalError
+from slangvi import Bernoulli, Categorical, Gaussian, NumericalError, likelihoods
 from slangvi.likelihoods import Likelihood, check_labels, likelihood_named
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -43,6 +44,38 @@ def test_log_prob_is_that_of_torch_summed_over_each_example(name, shape, generat
     value = LIKELIHOODS[name]().log_prob(outputs, targets)
     assert value.shape == shape[:1]
     torch.testing.assert_close(value, reference(name, outputs, targets), **CLOSE)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_class_log_prob_and_its_gradient_are_those_of_cross_entropy(shape, dtype, size, generator):
+    outputs, targets = example("categorical", shape, generator)
+    ours, theirs = ((size * outputs).to(dtype).requires_grad_() for _ in range(2))
+    value = Categorical().log_prob(ours, targets)
+    expected = -F.cross_entropy(theirs.movedim(-1, 1), targets, reduction="none").reshape(shape[0], -1).sum(1)
+    torch.testing.assert_close(value, expected)
+    value.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [("categorical", [0, 3, -1, 1], [0, 2, 0, 1]), ("bernoulli", [0.0, 1.5, -0.1, 1.0], [0.0, 1.0, 0.0, 1.0])],
+)
+def test_targets_out_of_range_are_nan_where_nothing_can_be_looked_at(name, bad, good, monkeypatch, generator):
+    """Inside a graph a check cannot branch, and an index out of range would stop the device for good."""
+    outputs, targets = example(name, (4,), generator)
+    likelihood = LIKELIHOODS[name]()
+    values = likelihood.log_prob(outputs, torch.tensor(good).to(targets.dtype))
+    with pytest.raises(ValueError, match="targets must"):
+        likelihood.log_prob(outputs, torch.tensor(bad).to(targets.dtype))
+    monkeypatch.setattr(likelihoods, "_capturing", lambda values: True)
+    found = likelihood.log_prob(outputs, torch.tensor(bad).to(targets.dtype))
+    assert found.isnan().tolist() == [False, True, True, False]
+    torch.testing.assert_close(found[[0, 3]], values[[0, 3]], **CLOSE)
+    torch.testing.assert_close(likelihood.log_prob(outputs, torch.tensor(good).to(targets.dtype)), values, **CLOSE)
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)

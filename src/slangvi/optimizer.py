@@ -23,6 +23,7 @@ from slangvi._settings import Settings
 from slangvi._steps import ELBO, Prior, Rate
 from slangvi.errors import NumericalError, UnsupportedModuleError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
+from slangvi.grads.assemble import outside_frames
 from slangvi.grads.blocks import Block, cheapest
 from slangvi.types import GradientOperator, Params, ParamSpec, Routes
 
@@ -411,7 +412,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 f"a batch of {largest} examples is larger than num_data={self.settings.num_data}. num_data is the size "
                 "of the training set; the posterior is as wide as it says.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=outside_frames(),
             )
 
     def _log_likelihood(self, losses: list[Any], num_rows: int) -> float:

@@ -257,3 +257,17 @@ def test_another_path_goes_draw_by_draw_and_is_right(path):
         states.append(state)
     torch.testing.assert_close(states[0].loc, states[1].loc, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(states[0].prec_diag, states[1].prec_diag, rtol=1e-9, atol=1e-10)
+
+
+def test_a_model_that_does_not_agree_is_asked_again_ever_more_rarely(monkeypatch):
+    """Dropout draws other masks each time; looking costs a pass, so it is not done at every step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    batch = (torch.randn(4, 3).double(), torch.randn(4, 1).double())
+    used, original = [], BatchedPass.gather
+    monkeypatch.setattr(BatchedPass, "gather", lambda self, *a: used.append(state.step + 1) or original(self, *a))
+    vi = slangvi.slang.build(slangvi.Gaussian().of(model), num_data=9, rank=1, lr=0.01, mc_samples=2, model=model)
+    state = vi.init(dict(model.named_parameters()))
+    for _ in range(9):
+        state, _ = vi.update(state, batch)
+    assert used == [1, 2, 4, 8]

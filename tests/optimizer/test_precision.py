@@ -53,6 +53,34 @@ def test_autocast_around_everything_does_not_touch_the_state():
     assert_identical(outside, inside)
 
 
+def test_every_draw_inside_one_autocast_block_is_its_own():
+    """Torch keeps half-precision copies of the weights until the block ends; they must not outlive the draw."""
+    (first, x, y), (second, _, _) = model_and_data(dtype=torch.float32), model_and_data(dtype=torch.float32)
+    apart, together = make(first), make(second)
+    for _ in range(3):
+        for _ in range(2):
+            with apart.sampled_params(train=True), torch.autocast("cpu", torch.bfloat16):
+                F.cross_entropy(first(x), y).backward()
+        apart.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            for _ in range(2):
+                with together.sampled_params(train=True):
+                    F.cross_entropy(second(x), y).backward()
+            together.step()
+    assert_identical(apart, together)
+
+
+def test_the_mean_is_back_inside_one_autocast_block():
+    model, x, _ = model_and_data(dtype=torch.float32)
+    opt = make(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(x)
+        with opt.sampled_params():
+            assert not torch.equal(model(x), before)
+        assert torch.equal(model(x), before)
+
+
 def test_grad_scaler_scales_nothing_twice():
     (first, x, y), (second, _, _) = model_and_data(dtype=torch.float32), model_and_data(dtype=torch.float32)
     plain, scaled = make(first), make(second)

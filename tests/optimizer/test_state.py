@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from optimizing import N, assert_identical, flat, make, model_and_data, train
+from slangvi.types import Routes
 
 
 def test_state_dict_resumes_bitwise_at_every_step():
@@ -102,6 +103,71 @@ def test_edits_through_data_are_kept():
         pass
     assert model[2].bias.unique().tolist() == [0.25]
     assert opt.posterior.mean[-3:].tolist() == [0.25] * 3
+
+
+class Tanh(torch.nn.Module):
+    def forward(self, x):
+        return torch.tanh(x).bfloat16()
+
+
+@pytest.mark.parametrize("draws", [0, 1], ids=["after a step", "between draws"])
+@pytest.mark.parametrize("half", [False, True])
+def test_every_write_through_data_is_noticed_before_the_next_draw(draws, half):
+    """Such writes leave no mark, so the numbers are compared; on a CPU always, also between the draws of one step."""
+    model, x, y = model_and_data(dtype=torch.float32)
+    if half:
+        model[1] = Tanh()
+        model[2].bfloat16()
+
+    def backward():
+        F.cross_entropy(model(x).float(), y).backward()
+
+    opt = make(model)
+    for _ in range(2):
+        with opt.sampled_params(train=True):
+            backward()
+        opt.step()
+    for _ in range(draws):
+        with opt.sampled_params(train=True):
+            backward()
+    model[2].bias.data[1] = 0.375
+    model[0].weight.data.mul_(2.0)
+    expected = model[0].weight.detach().flatten().clone()
+    with opt.sampled_params(train=True):
+        backward()
+    assert model[2].bias[1].item() == 0.375
+    assert torch.equal(opt._state.loc[:20], expected)
+    assert opt._state.loc[-2].item() == 0.375
+    opt.step()
+    assert opt._state.step == 3
+
+
+def test_parameters_that_are_no_longer_the_models_are_refused():
+    model, x, y = model_and_data()
+    opt = make(model)
+    model[2] = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"'2.weight' was replaced in the model"):
+        train(opt, x, y)
+    model[2] = None
+    with pytest.raises(ValueError, match=r"'2.weight' was replaced in the model"):
+        train(opt, x, y)
+
+
+ROUTES = Routes(layers={"0.*": "form"}, spectrum="gram", chunk_bytes=100)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("options", [{"routes": ROUTES}, {"routes": ROUTES, "memory_limit": 10_000}, {"compile": True}])
+@pytest.mark.filterwarnings("ignore:compile=True has no effect")
+def test_copies_keep_their_routes(duplicate, options):
+    model, x, y = model_and_data()
+    opt = train(make(model, **options), x, y)
+    twin = duplicate(opt)
+    assert twin.settings == opt.settings
+    assert twin._routes == opt._routes
+    assert_identical(train(twin, x, y), train(opt, x, y))
 
 
 def test_resuming_with_another_number_of_examples_is_noticed():

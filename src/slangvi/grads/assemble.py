@@ -18,7 +18,7 @@ from slangvi.grads.replay import Replay, call_tolerance
 from slangvi.grads.rules import find_rule
 from slangvi.types import Params, ParamSpec
 
-__all__ = ["Assembler", "Engine"]
+__all__ = ["Assembler", "Engine", "outside_frames"]
 
 Engine = Literal["factored", "dense"]
 Signature = tuple[object, ...]
@@ -375,18 +375,18 @@ def _unverified(reason: str) -> frozenset[str]:
         f"per-example gradients could not be checked: {reason}. They are used as captured; pass verify=False to "
         "silence this once you trust them.",
         UnverifiedGradientsWarning,
-        stacklevel=_outside_frames(),
+        stacklevel=outside_frames(),
     )
     return frozenset()
 
 
-def _outside_frames() -> int:
+def outside_frames() -> int:
     """How far up the user's own line is, so that the warning points there."""
     frame, level = sys._getframe(1), 1
     inside = (__name__.split(".")[0], "contextlib", "torch")
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
         frame, level = frame.f_back, level + 1
-    return level - 1
+    return level
 
 
 def _short(names: list[str]) -> str:

@@ -262,7 +262,7 @@ def column_squares(rows: Tensor) -> Tensor:
         return total
     if rows.device.type == "cuda":
         lengths: Tensor = torch.linalg.vector_norm(rows, dim=rows.ndim - 2)  # one pass, without the squares in between
-        return lengths.square_()
+        return lengths.square_() if _plain(lengths) else lengths.square()
     return rows.square().sum(-2)
 
 

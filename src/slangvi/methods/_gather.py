@@ -121,8 +121,11 @@ class FactoredGatherer:
 
     def trusted(self, kind: Kind) -> BatchedPass | None:
         """The pass over all draws for the next batch of a kind, unless there is none or a check is due."""
-        next_use = self._uses[kind] + 1
-        return None if next_use & (next_use - 1) == 0 else self._simple.get(kind)
+        return None if _due(self._uses[kind] + 1) else self._simple.get(kind)
+
+    def distrusted(self, kind: Kind) -> bool:
+        """Whether such a pass was looked for and not found, or did not hold."""
+        return not _due(self._uses[kind] + 1) and kind not in self._simple
 
     def count(self, kind: Kind) -> None:
         """Note that a batch of this kind was used."""
@@ -147,7 +150,8 @@ class FactoredGatherer:
         fast = BatchedPass(self.model, capture.assembler.spec, self.log_likelihood, self._settle)
         same_dtype = set(self.dtypes.values()) == {thetas.dtype}
         simple = self.verify and same_dtype and capture.assembler.rules_sufficed and fast.possible
-        if simple and _agrees(fast, thetas, batch, groups):
+        # Looking costs a pass: a model that did not agree is asked again when a check is due, not at every step.
+        if simple and _due(self._uses[kind]) and _agrees(fast, thetas, batch, groups):
             self._simple[kind] = fast
         return self.operator(spec, groups, thetas), float(torch.stack(values).mean())
 
@@ -179,6 +183,11 @@ class FactoredGatherer:
                 settle=self._settle,
             )
         return self._captures[key]
+
+
+def _due(use: int) -> bool:
+    """Whether a check is due: at the 1st, 2nd, 4th, 8th, … use."""
+    return use & (use - 1) == 0
 
 
 def shapes_of(batch: Any, model: nn.Module) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi._steps import Prior
+from slangvi.grads.assemble import outside_frames
 from slangvi.grads.batched import BatchedPass
 from slangvi.methods._gather import FactoredGatherer, checked_values
 from slangvi.methods._graph import Captured, Numbers, Outcome
@@ -22,6 +22,10 @@ __all__ = ["FunctionalStep", "GraphRunner"]
 
 # Graphs hold memory of their own; models that see many shapes of batch keep the latest few.
 MOST_GRAPHS = 4
+NO_PASS = (
+    "the draws cannot pass through the model together (it has dropout, layers without a rule, parameters of another "
+    "dtype, or control flow that depends on values; or verify=False)"
+)
 
 
 class FunctionalStep(Captured):
@@ -120,6 +124,8 @@ class GraphRunner:
         kind = self.gatherer.kind(state.spec, batch)
         fast = self.gatherer.trusted(kind)
         if fast is None:
+            if self.gatherer.distrusted(kind):
+                self._give_up(NO_PASS)
             return None
         graph = self._graph(kind, fast, state, batch, generator, prior)
         if graph is None:
@@ -184,10 +190,8 @@ def why_not_captured(error: BaseException) -> str:
 
 def warn_not_compiled(reason: str) -> None:
     """Say once why steps run eagerly, where the caller's code asked for the step."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("slangvi", "torch"):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(f"compile=True has no effect: {reason}. Steps run eagerly.", UserWarning, stacklevel=level)
+    text = f"compile=True has no effect: {reason}. Steps run eagerly."
+    warnings.warn(text, UserWarning, stacklevel=outside_frames())
 
 
 def packed(state: Any) -> Tensor:
