@@ -1,4 +1,4 @@
-"""What the tests of captured steps share: a network whose eigenproblem is iterated, runs, and how far apart they are."""
+"""What the tests of captured steps share: a network whose eigenproblem is iterated, runs, and when two agree."""
 
 from __future__ import annotations
 

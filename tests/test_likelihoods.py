@@ -57,7 +57,8 @@ def test_class_log_prob_and_its_gradient_are_those_of_cross_entropy(shape, dtype
     torch.testing.assert_close(value, expected)
     value.sum().backward()
     expected.sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    # Softmax minus one-hot: absolute, since half precision rounds the softmax.
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(

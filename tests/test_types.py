@@ -1,4 +1,4 @@
-"""ParamSpec: where named tensors lie in the flat vector; and which tensors it refuses. Routes: what may be asked for."""
+"""ParamSpec: where named tensors lie in the flat vector, and which it refuses. Routes: what may be asked for."""
 
 from __future__ import annotations
 
@@ -230,7 +230,9 @@ def test_nothing_is_larger_than_the_memory_limit():
 
 def test_the_first_name_or_glob_that_fits_counts():
     routes = Routes({"head.weight": "form", "*.weight": "factor", "head.*": "form", "[ab].bias": "factor"})
-    found = {name: routes.layer(name) for name in ("head.weight", "a.weight", "head.bias", "a.bias", "c.bias", "HEAD.bias")}
+    found = {
+        name: routes.layer(name) for name in ("head.weight", "a.weight", "head.bias", "a.bias", "c.bias", "HEAD.bias")
+    }
     assert found == {
         "head.weight": "form",
         "a.weight": "factor",

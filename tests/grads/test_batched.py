@@ -271,3 +271,30 @@ def test_a_model_that_does_not_agree_is_asked_again_ever_more_rarely(monkeypatch
     for _ in range(9):
         state, _ = vi.update(state, batch)
     assert used == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "convnet", "reused_module"])
+def test_many_problems_at_once_equal_one_by_one(name, weighed):
+    """Two problems with draws and data of their own; what all examples of a problem share comes along."""
+    case, spec, thetas, log_likelihood = problem(name, draws=4)
+    thetas = thetas.unflatten(0, (2, 2))
+    data = tuple(torch.stack([x, x.flip(0)]) for x in case.args)
+    weights = torch.rand(2, case.num_examples, dtype=torch.float64) if weighed else None
+
+    def scaled(params, batch) -> Tensor:
+        *args, scale = batch
+        return scale * log_likelihood(params, tuple(args))
+
+    shared = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    together = BatchedPass(case.model, spec, scaled)
+    tensors, values = together.gather_replicas(thetas, (*data, shared), weights)
+    half = len(tensors) // 2
+    for k in range(2):
+        group, table = BatchedPass(case.model, spec, scaled).gather(thetas[k], (*(x[k] for x in data), shared[k]))
+        expected = FactoredGradients(spec, [group], 2, thetas).form()
+        if weights is not None:
+            expected = expected * weights[k].repeat(2)[:, None]
+        found = together.rows([x[k] for x in tensors[:half]], [x[k] for x in tensors[half:]])
+        torch.testing.assert_close(FactoredGradients(spec, [found], 2, thetas).form(), expected, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(values[k], table, rtol=1e-9, atol=1e-10)

@@ -59,7 +59,10 @@ CHOICES = {
     "form what is too large": (Routes(layers="form", form_bytes=0), {"conv.weight", "head.weight"}),
     "by name": (Routes(layers={"head.weight": "form", "conv.weight": "factor"}), {"head.weight"}),
     "by glob": (Routes(layers={"conv.*": "factor"}), set()),
-    "the first that fits": (Routes(layers={"*.weight": "form", "conv.weight": "factor"}), {"conv.weight", "head.weight"}),
+    "the first that fits": (
+        Routes(layers={"*.weight": "form", "conv.weight": "factor"}),
+        {"conv.weight", "head.weight"},
+    ),
     "auto for the rest": (Routes(layers={"head.*": "form"}), {"conv.weight", "head.weight"}),
     "tiny pieces": (Routes(layers="factor", chunk_bytes=0), set()),
     "randomized": (Routes(spectrum="randomized"), {"conv.weight"}),

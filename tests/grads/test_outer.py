@@ -109,7 +109,14 @@ def test_small_temporaries_change_nothing(name, chunk_bytes):
     small = block if isinstance(block, Formed) else replace(block, chunk_bytes=chunk_bytes)
     dense = block.form()
     for found in (products(block, columns, weights), products(small, columns, weights)):
-        expected = [dense @ columns.T, 1 + weights.T @ dense, dense @ dense.T, dense.square().sum(0), dense.sum(0), dense]
+        expected = [
+            dense @ columns.T,
+            1 + weights.T @ dense,
+            dense @ dense.T,
+            dense.square().sum(0),
+            dense.sum(0),
+            dense,
+        ]
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b)
 

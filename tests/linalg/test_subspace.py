@@ -27,7 +27,9 @@ def decaying(size: int, base: float = 0.5) -> Tensor:
     return base ** torch.arange(size, dtype=DOUBLE)
 
 
-@pytest.mark.parametrize(("size", "count", "known", "extra"), [(40, 3, 3, 4), (40, 3, 0, 4), (9, 1, 1, 0), (30, 5, 2, 0)])
+@pytest.mark.parametrize(
+    ("size", "count", "known", "extra"), [(40, 3, 3, 4), (40, 3, 0, 4), (9, 1, 1, 0), (30, 5, 2, 0)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 def test_the_starting_block_is_orthonormal_near_what_is_known_and_made_once(
     size, count, known, extra, dtype, global_rng_untouched
@@ -150,7 +152,7 @@ def test_a_start_that_hides_a_leading_direction_is_told_by_its_residual():
 
 
 def test_a_start_of_exact_eigenvectors_stays_where_it_is():
-    """The one thing the flaws cannot tell: why `starting_block` mixes in a little chance, and the size of it is tested."""
+    """The one thing the flaws cannot tell, and why `starting_block` mixes in a little chance."""
     K, vectors = with_spectrum(torch.cat([torch.tensor([4.0, 2.0], dtype=DOUBLE), 0.1 * decaying(38)]))
     _, small, flaws = pursued(K.__matmul__, vectors[:, 1:2], 1)
     assert float(small) == pytest.approx(2.0, abs=1e-6)

@@ -16,7 +16,7 @@ from slangvi.methods._graph_loop import LoopRunner
 
 
 class FakeCuda:
-    """What was replayed, in order, and whether a graph is being captured or replayed: no value may be looked at then."""
+    """What was captured and replayed, and whether that goes on right now: no value may be looked at then."""
 
     def __init__(self) -> None:
         self.replayed: list[str] = []

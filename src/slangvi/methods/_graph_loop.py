@@ -24,6 +24,8 @@ from slangvi.types import GradientOperator, ParamSpec, Routes
 __all__ = ["LoopRunner", "LoopStep", "ReplayingOptimizer"]
 
 Signature = tuple[object, ...]
+# Kinds of batch that are remembered: texts of any length would be new ones for ever.
+_MOST_SEEN = 256
 
 
 class LoopStep(Captured):
@@ -186,6 +188,8 @@ class LoopRunner:
     ) -> LoopStep | None:
         places = tuple(param.data_ptr() for param in params)
         key = (signature, places, generator is None, momentum, id(prior))
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
         self._seen[key] += 1
         if key not in self.graphs:
             if self._seen[key] < 2:  # a last batch that is smaller need not be captured

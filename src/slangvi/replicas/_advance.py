@@ -1,0 +1,233 @@
+"""The update of K replicas: those that have examples and have not failed take a step, the others stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slangvi import _checks
+from slangvi._steps import Prior
+from slangvi.errors import NumericalError
+from slangvi.grads.dense import rows_within
+from slangvi.linalg import LowRankPrecision
+from slangvi.replicas import _settings
+from slangvi.replicas._gather import Gathered, LockstepGatherer
+from slangvi.replicas._inputs import Minibatch, read
+from slangvi.replicas._settings import pick
+from slangvi.replicas._step import Lanes, Numbers, Taken, take_step, trouble
+from slangvi.replicas.state import Failure, Generators, Info, State, noise
+from slangvi.types import ParamSpec
+
+__all__ = ["Lockstep", "Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Numbers of each replica, float64, (K,), its schedules, and its prior as it was passed."""
+
+    num_data: Tensor
+    temperature: Tensor
+    momentum: Tensor
+    lr: _settings.Rates
+    precision_lr: _settings.Rates | None
+    prior_precision: Any
+    prior_mean: Any
+
+    @classmethod
+    def checked(
+        cls,
+        count: int,
+        num_data: Any,
+        lr: Any,
+        precision_lr: Any,
+        momentum: Any,
+        temperature: Any,
+        prior_precision: Any,
+        prior_mean: Any,
+    ) -> Settings:
+        """From the arguments of `build`."""
+        sizes = _settings.numbers("num_data", num_data, count, lambda name, x: float(_checks.count(name, x)))
+        heat = _settings.numbers("temperature", temperature, count, lambda name, x: _checks.number(name, x, 0.0))
+        decay = _settings.numbers(
+            "momentum", momentum, count, lambda name, x: _checks.number(name, x, 0.0, 1.0, closed="low")
+        )
+        alpha = _settings.Rates("lr", lr, count, 1.0 if precision_lr is None else float("inf"))
+        beta = None if precision_lr is None else _settings.Rates("precision_lr", precision_lr, count, 1.0)
+        return cls(sizes, heat, decay, alpha, beta, prior_precision, prior_mean)
+
+    def numbers(self, steps: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+        """Those of some replicas at the steps they are about to take, with R rows each: float64, (k, 5)."""
+        size, heat, decay = (pick(x, index) for x in (self.num_data, self.temperature, self.momentum))
+        alpha = self.lr.at(steps, index)
+        beta = alpha if self.precision_lr is None else self.precision_lr.at(steps, index)
+        return torch.stack(Numbers(alpha, beta, decay, 1 - decay**steps, size / (heat * rows)), dim=1)
+
+    def prior(self, state: State) -> Prior:
+        """λ and μ₀ of every replica, (K, P)."""
+        lam = _settings.per_parameter("prior_precision", self.prior_precision, state.spec, state.loc)
+        mean = _settings.per_parameter("prior_mean", self.prior_mean, state.spec, state.loc, positive=False)
+        return Prior(lam, mean)
+
+
+class _Told(NamedTuple):
+    """What `Info` tells of some replicas, (k, ...) each."""
+
+    spectrum: Tensor
+    total: Tensor
+    residual: Tensor
+    clipped: Tensor
+    expected_log_likelihood: Tensor
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some replicas after a step.
+
+    Args:
+        index: which, in order, (k,).
+        lanes: their states; those that failed as they were.
+        told: of their steps; NaN for those that failed.
+        failures: those that failed.
+        precision: factorised, unless one failed.
+    """
+
+    index: Tensor
+    lanes: Lanes
+    told: _Told
+    failures: list[Failure]
+    precision: LowRankPrecision | None
+
+
+class Lockstep:
+    """What is behind `Runs.update`.
+
+    Args:
+        settings: numbers, schedules and priors.
+        gather: from draws and batches to gradients.
+        draws: S.
+        constants: of the likelihoods.
+        memory_limit: bytes for rows.
+        strict: raise when a replica fails.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        gather: LockstepGatherer,
+        draws: int,
+        constants: Any,
+        memory_limit: int | None,
+        strict: bool,
+    ) -> None:
+        self.settings = settings
+        self.gather = gather
+        self.draws = draws
+        self.constants = constants
+        self.memory_limit = memory_limit
+        self.strict = strict
+        self._priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
+
+    def prior_of(self, state: State) -> Prior:
+        """λ and μ₀, worked out once."""
+        key = (state.spec, state.loc.dtype, state.loc.device)
+        if key not in self._priors:
+            self._priors[key] = self.settings.prior(state)
+        return self._priors[key]
+
+    def update(
+        self, state: State, batch: Any, generators: Generators = None, counts: Sequence[int] | Tensor | None = None
+    ) -> tuple[State, Info]:
+        """One step of every replica that has examples and has not failed."""
+        if len(state.loc) != len(self.settings.num_data):
+            raise ValueError(f"state has {len(state.loc)} replicas, but num_replicas is {len(self.settings.num_data)}.")
+        data, sizes = read(batch, counts, self.constants, state.loc)
+        index = ((sizes > 0) & ~state.failed).nonzero().squeeze(1)
+        drawn = noise(state.loc, (self.draws,), generators, index)
+        width = self._width(state, data.num_examples)
+        pieces = zip(index.split(width), drawn.split(width), strict=True)
+        parts = [self._advance(state, data, sizes, *piece) for piece in pieces] if len(index) else []
+        failures = tuple(failure for part in parts for failure in part.failures)
+        if failures and self.strict:
+            raise NumericalError(_complaint(failures))
+        return self._joined(state, parts, failures, sizes * self.draws)
+
+    def _width(self, state: State, length: int) -> int:
+        """How many replicas are advanced at a time."""
+        count, params = state.loc.shape
+        if self.gather.model is not None:
+            return count
+        return rows_within(self.memory_limit, self.draws * length * params * state.loc.element_size(), count)
+
+    def _advance(self, state: State, data: Minibatch, sizes: Tensor, index: Tensor, drawn: Tensor) -> _Part:
+        """One step of some replicas."""
+        whole, prior = len(index) == len(state.loc), self.prior_of(state)
+        lanes = Lanes(*(pick(x, index) for x in (state.loc, state.prec_factor, state.prec_diag, state.momentum)))
+        precision = state.precision if whole else _picked(state.precision, index)
+        thetas = (lanes.loc + precision.transform_noise(drawn.transpose(0, 1))).transpose(0, 1)
+        data = data if whole else data.take(index)
+        gathered = self.gather(state.spec, thetas, data)
+        steps, rows = pick(state.step, index) + 1, pick(sizes, index) * self.draws
+        numbers = self.settings.numbers(steps, index, rows).to(state.loc.device)
+        taken = take_step(lanes, gathered, Prior(pick(prior.precision, index), pick(prior.mean, index)), numbers)
+        told = self._told(taken, gathered, data, (pick(self.settings.num_data, index) / rows).to(state.loc.device))
+        if bool(taken.fine.all()):
+            return _Part(index, taken.lanes, told, [], taken.precision)
+        reasons = _reasons(taken, gathered.values, rows // self.draws, steps, state.spec)
+        bad = torch.tensor(list(reasons), device=state.loc.device, dtype=torch.int64)
+        kept = Lanes(*(new.index_copy(0, bad, old[bad]) for new, old in zip(taken.lanes, lanes, strict=True)))
+        failures = [Failure(int(index[k]), int(steps[k]), reason) for k, reason in reasons.items()]
+        return _Part(index, kept, _Told(*(x.index_fill(0, bad, torch.nan) for x in told)), failures, None)
+
+    def _told(self, taken: Taken, gathered: Gathered, data: Minibatch, share: Tensor) -> _Told:
+        """For `Info`; `share` is N/R."""
+        values = gathered.values if data.weights is None else gathered.values * data.weights.unsqueeze(1)
+        fit = values.sum((1, 2), dtype=torch.float64) * share
+        return _Told(taken.spectrum, taken.told[:, 0], taken.residual, taken.told[:, 1], fit)
+
+    def _joined(
+        self, state: State, parts: list[_Part], failures: tuple[Failure, ...], rows: Tensor
+    ) -> tuple[State, Info]:
+        """The parts put where they belong among all replicas."""
+        lost = torch.tensor([failure.replica for failure in failures], dtype=torch.int64)
+        moved = torch.cat([part.index for part in parts]) if parts else lost
+        failed = state.failed.index_fill(0, lost, True)
+        step = torch.where(failed, state.step, state.step.index_add(0, moved, torch.ones_like(moved)))
+        old = (state.loc, state.prec_factor, state.prec_diag, state.momentum)
+        lanes = Lanes(*(_put(x, [p.lanes[k] for p in parts], moved) for k, x in enumerate(old)))
+        new = State(lanes.loc, lanes.prec_factor, lanes.prec_diag, lanes.momentum, step, failed, state.spec)
+        if len(parts) == 1 and len(moved) == len(step) and parts[0].precision is not None:
+            new.__dict__["precision"] = parts[0].precision  # fills the cached property
+        blank = state.loc.new_full((len(step),), torch.nan)
+        spectra = blank.unsqueeze(1).expand(-1, lanes.prec_factor.shape[1])
+        blanks = _Told(spectra, blank, blank, blank, blank.double())
+        told = _Told(*(_put(x, [p.told[k] for p in parts], moved) for k, x in enumerate(blanks)))
+        rows = torch.where(step > state.step, rows, 0)
+        return new, Info(step, rows, *told, failed, failures, new, self.prior_of(state))
+
+
+def _reasons(taken: Taken, values: Tensor, sizes: Tensor, steps: Tensor, spec: ParamSpec) -> dict[int, str]:
+    """Which replicas of a step failed, and why; a sum may overflow where no entry does."""
+    suspects = (~taken.fine).nonzero().squeeze(1).tolist()
+    found = {k: trouble(taken, values[k, :, : int(sizes[k])], k, int(steps[k]), spec) for k in suspects}
+    return {k: reason for k, reason in found.items() if reason}
+
+
+def _complaint(failures: Sequence[Failure]) -> str:
+    first, others = failures[0], len(failures) - 1
+    more = f" (and {others} more)" if others else ""
+    return f"replica {first.replica}{more}: {first.reason}"
+
+
+def _picked(precision: LowRankPrecision, index: Tensor) -> LowRankPrecision:
+    return LowRankPrecision(*(pick(getattr(precision, item.name), index) for item in fields(precision)))
+
+
+def _put(old: Tensor, parts: list[Tensor], index: Tensor) -> Tensor:
+    """The old tensor with the entries of some replicas replaced."""
+    if len(parts) == 1 and len(index) == len(old):
+        return parts[0]
+    return old.index_copy(0, index.to(old.device), torch.cat(parts).to(old.dtype)) if parts else old

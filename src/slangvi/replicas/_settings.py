@@ -1,0 +1,101 @@
+"""Arguments that may differ between replicas: one value for all, or a sequence of K values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slangvi import _checks
+from slangvi._steps import Schedule
+from slangvi.types import ParamSpec
+
+__all__ = ["Rates", "listed", "numbers", "per_parameter", "pick"]
+
+
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """The entries of some replicas, given in order; all of them as they are."""
+    return x if len(index) == len(x) else x[index.to(x.device)]
+
+
+def listed(name: str, value: Any, count: int) -> list[Any] | None:
+    """The K values of a sequence, or None for one value that all replicas share."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return None
+    if len(value) != count:
+        raise ValueError(
+            f"{name} must be one value, or a sequence with one for each of the {count} replicas, got {len(value)}."
+        )
+    return list(value)
+
+
+def numbers(name: str, value: Any, count: int, check: Callable[[str, Any], float]) -> Tensor:
+    """A number, or K of them in a sequence or a (K,) tensor, each checked: float64, (K,)."""
+    many = listed(name, value.tolist() if isinstance(value, Tensor) and value.ndim == 1 else value, count)
+    if many is None:
+        return torch.full((count,), check(name, value), dtype=torch.float64)
+    return torch.tensor([check(f"{name}[{k}]", one) for k, one in enumerate(many)], dtype=torch.float64)
+
+
+def per_parameter(name: str, value: Any, spec: ParamSpec, like: Tensor, positive: bool = True) -> Tensor:
+    """What a single run takes, once for all replicas or in a sequence of K or a (K, P) tensor, as (K, P).
+
+    Args:
+        name: of the argument.
+        value: number, dict of names or globs, (P,) tensor; or K of these.
+        spec: layout.
+        like: (K, P), whose dtype and device the result has.
+        positive: whether numbers must be above zero.
+    """
+    many = listed(name, value.unbind(0) if isinstance(value, Tensor) and value.ndim == 2 else value, len(like))
+    if many is None:
+        return _checks.per_parameter(name, value, spec, like[0], positive).expand_as(like)
+    rows = (_checks.per_parameter(f"{name}[{k}]", one, spec, like[0], positive) for k, one in enumerate(many))
+    return torch.stack(list(rows))
+
+
+class Rates:
+    """A rate for each replica: a number or a function of the step, once for all or in a sequence of K.
+
+    Args:
+        name: of the argument.
+        value: what was passed.
+        count: K.
+        high: largest rate allowed.
+    """
+
+    def __init__(self, name: str, value: Schedule | Sequence[Schedule] | Tensor, count: int, high: float) -> None:
+        plain = value.tolist() if isinstance(value, Tensor) and value.ndim == 1 else value
+        many = listed(name, plain, count)
+        self.high = high
+        self._names = [name] * count if many is None else [f"{name}[{k}]" for k in range(count)]
+        self._schedules: list[Any] = [plain] * count if many is None else many
+        for label, one in zip(self._names, self._schedules, strict=True):
+            if not callable(one):
+                self._checked(label, one)
+        numbers = [one for one in self._schedules if not callable(one)]
+        self._fixed = torch.tensor(numbers, dtype=torch.float64) if len(numbers) == count else None
+        self._shared = many is None
+
+    def at(self, steps: Tensor, index: Tensor) -> Tensor:
+        """The rates of some replicas at their own steps, counted from 1: float64, (k,)."""
+        if self._fixed is not None:
+            return pick(self._fixed, index)
+        times = steps.tolist()
+        if self._shared and times.count(times[0]) == len(times):
+            return torch.full(steps.shape, self._one(0, times[0]), dtype=torch.float64)
+        found = [self._one(k, step) for k, step in zip(index.tolist(), times, strict=True)]
+        return torch.tensor(found, dtype=torch.float64)
+
+    def _one(self, k: int, step: int) -> float:
+        schedule = self._schedules[k]
+        return self._checked(self._names[k], schedule(step) if callable(schedule) else schedule)
+
+    def _checked(self, name: str, value: Any) -> float:
+        # The check proper takes longer than a step of a small replica can afford.
+        if type(value) is float and 0.0 < value <= self.high < math.inf:
+            return value
+        return _checks.rate(name, value, self.high)

@@ -1,0 +1,175 @@
+"""The captured step: in one go when the start is good, in halves when not, refused when not finite, usable after."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import slangvi
+from replaying import assert_same_state, functional, problem, relative, steps
+from slangvi.linalg import topk
+from slangvi.methods import _graph
+
+
+def source(seed=1):
+    return torch.Generator().manual_seed(seed)
+
+
+def compiled(cuda, warm=5, dtype=torch.float32, **options):
+    """A method whose next steps are replayed, an eager twin, a state and a batch; what was replayed is forgotten."""
+    model, batch = problem(dtype)
+    vi, state = functional(model, compile=True, **options)
+    eager, _ = functional(model, **options)
+    state, _ = steps(vi, state, [batch] * warm, source())
+    cuda.replayed.clear()
+    return vi, eager, state, batch
+
+
+def compare(vi, eager, state, batch, seed=2):
+    """One step either way from the same state with the same noise."""
+    (a, info), (b, other) = (method.update(state, batch, generator=source(seed)) for method in (eager, vi))
+    assert_same_state(a, b)
+    assert relative(info.spectrum, other.spectrum) <= 1e-5
+    return b, other
+
+
+def slowly(cuda):
+    """The same after steps so small that the previous factor is a good start; 7 replayed steps are to come."""
+    model, batch = problem()
+    options = {"rank": 2, "lr": lambda step: 0.3 if step <= 8 else 1e-4}
+    (vi, state), (eager, _) = functional(model, compile=True, **options), functional(model, **options)
+    state, _ = steps(eager, state, [batch] * 8, source())
+    state, _ = steps(vi, state, [batch] * 8, source())
+    assert cuda.replayed == ["whole"] * 4
+    cuda.replayed.clear()
+    return vi, eager, state, batch
+
+
+def test_a_good_start_makes_one_graph_of_the_step(cuda):
+    vi, eager, state, batch = slowly(cuda)
+    for seed in range(3):
+        state, info = compare(vi, eager, state, batch, seed)
+        assert info.leading.shape == (2, 2)
+        assert info.spectrum.tolist() == sorted(info.spectrum.tolist(), reverse=True)
+        assert 0.0 < float(info.residual) <= 1e-6
+        assert 0.0 < info.captured <= 1.0 + 1e-5
+    assert cuda.replayed == ["whole"] * 3
+
+
+def test_a_bad_start_is_repeated_in_halves_on_the_same_draws(cuda):
+    vi, eager, state, batch = slowly(cuda)
+    state = replace(state, prec_factor=torch.zeros_like(state.prec_factor))
+    state, info = compare(vi, eager, state, batch)
+    assert cuda.replayed[:2] == ["whole", "watch"]
+    assert cuda.replayed[-1] in ("move_along", "move_to_given")
+    assert info.leading.shape == (2,)
+    assert float(info.residual) <= 1e-6
+
+
+def test_after_a_failure_the_whole_is_left_alone_for_some_steps_and_tried_again(cuda, monkeypatch):
+    monkeypatch.setattr(_graph, "_MOST_DOUBTS", 8)
+    vi, eager, state, batch = slowly(cuda)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_graph, "_TILT", -1.0)  # nothing is good enough
+        for seed in range(7):
+            state, _ = compare(vi, eager, state, batch, seed)
+    tries = [name for name in cuda.replayed if name in ("whole", "watch")]
+    # The whole is tried at once, then after 2 and after 4 steps more.
+    assert tries == ["whole", "watch", "watch", "whole", "watch", "watch", "watch", "watch", "whole", "watch"]
+    cuda.replayed.clear()
+    for seed in range(12):  # the first of these is a check, and eager
+        state, _ = compare(vi, eager, state, batch, seed)
+    tries = [name for name in cuda.replayed if name in ("whole", "watch")]
+    assert tries == ["watch"] * 7 + ["whole"] * 4
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_products_are_added_until_the_residual_is_small_enough(cuda, monkeypatch, allowed):
+    vi, eager, state, batch = compiled(cuda)
+    monkeypatch.setattr(_graph, "_TILT", -1.0)
+    seen, real = [], _graph.ritz
+
+    def strict(small, count):
+        """Not satisfied before the given look."""
+        values, inner, residual = real(small, count)
+        seen.append(float(residual))
+        return values, inner, residual if len(seen) > allowed else values[0]
+
+    monkeypatch.setattr(_graph, "ritz", strict)
+    compare(vi, eager, state, batch)
+    halves = cuda.replayed[cuda.replayed.index("watch") :]
+    assert halves[0] == "watch"
+    assert halves.count("again") >= allowed
+    assert halves[-1] == "move_along"
+    assert seen == sorted(seen, reverse=True) or max(seen[1:]) < 1e-6
+
+
+def test_an_eigenproblem_that_does_not_converge_is_left_to_the_eager_routes(cuda, monkeypatch):
+    vi, eager, state, batch = compiled(cuda)
+    monkeypatch.setitem(topk.TOLERANCE, torch.float32, 1e-30)
+    _, info = compare(vi, eager, state, batch)
+    halves = cuda.replayed[cuda.replayed.index("watch") :]
+    assert halves == ["watch", *["again"] * (_graph._LOOKS - 1), "move_to_given"]
+    assert float(info.residual) == 0.0
+
+
+def spoilt(batch, value=math.nan):
+    x = batch[0].clone()
+    x[3, 1] = value
+    return x, batch[1]
+
+
+def assert_usable(vi, eager, state, batch):
+    """The failure left no trace: the next steps are what they would have been."""
+    for seed in (3, 4):
+        state, _ = compare(vi, eager, state, batch, seed)
+    assert bool(state.loc.isfinite().all())
+
+
+REFUSED = {math.nan: "log_likelihood is not finite for 1 of 40", math.inf: "step 6: the gradient of parameter 'first.w"}
+
+
+@pytest.mark.parametrize("bad", REFUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inputs_that_are_not_finite_are_refused_and_leave_the_state(cuda, bad, dtype):
+    vi, eager, state, batch = compiled(cuda, dtype=dtype)
+    generators = source(), source()
+    for method, generator in zip((eager, vi), generators, strict=True):
+        with pytest.raises(slangvi.NumericalError, match=REFUSED[bad]):
+            method.update(state, spoilt(batch, bad), generator=generator)
+    assert torch.equal(generators[0].get_state(), generators[1].get_state())
+    assert_usable(vi, eager, state, batch)
+
+
+OVERFLOWS = {
+    # The log-likelihood is finite, and so is its gradient; the squares of the gradient are not.
+    "the gradient": (1e22, {}),
+    "the new precision": (1e17, {"num_data": 10**9, "rank": 0}),
+    "the new mean": (1.0, {"init_precision": 0.1, "precision_lr": 0.02, "lr": lambda t: 3e38 if t == 6 else 0.02}),
+}
+
+
+@pytest.mark.parametrize("what", OVERFLOWS)
+def test_steps_that_overflow_are_refused_by_name_and_leave_the_state(cuda, what):
+    scale, options = OVERFLOWS[what]
+    model, (x, y) = problem()
+
+    def weighed(params, batch):
+        return slangvi.Categorical().of(model)(params, batch[:2]) * batch[2]
+
+    usual, wrong = (x, y, torch.ones(40)), (x, y, torch.full((40,), scale))
+    vi, state = functional(model, compile=True, log_likelihood=weighed, **options)
+    eager, _ = functional(model, log_likelihood=weighed, **options)
+    state, _ = steps(vi, state, [usual] * 5, source())
+    for method in (eager, vi):
+        with pytest.raises(slangvi.NumericalError, match=f"step 6: {what} of parameter 'first.weight' is not finite"):
+            method.update(state, wrong, generator=source())
+    assert bool(state.loc.isfinite().all())
+    if what == "the gradient":
+        assert_usable(vi, eager, state, usual)
+    elif what == "the new precision":
+        state, _ = steps(vi, state, [usual] * 2, source())
+        assert state.step == 7

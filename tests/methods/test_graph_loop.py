@@ -1,0 +1,356 @@
+"""The optimizer's step and draws replayed from graphs, around a forward and backward that are the user's own."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import slangvi
+from optimizing import flat
+from replaying import N, Net, assert_same_state, problem, relative
+from slangvi._steps import Prior
+from slangvi.grads import RowGroup
+from slangvi.grads.blocks import Formed, Outer, Rows
+from slangvi.methods import _graph_loop
+from slangvi.methods._graph_functional import MOST_GRAPHS
+from slangvi.methods._graph_loop import LoopStep, _rebuilt, _surveyed
+
+
+def optimizer(model, compiled, own=True, **options):
+    generator = torch.Generator().manual_seed(1) if own else None
+    defaults = {"num_data": N, "rank": 3, "lr": 0.02, "init_precision": 50.0, "generator": generator}
+    return slangvi.SLANG(model, compile=compiled, **(defaults | options))
+
+
+def draw_and_step(opt, batch, draws=2):
+    """One step; returns the weights that were drawn."""
+    seen = []
+    for _ in range(draws):
+        with opt.sampled_params(train=True):
+            opt.zero_grad()
+            seen.append(flat(opt.model))
+            F.cross_entropy(opt.model(batch[0]), batch[1]).backward()
+    opt.step()
+    return seen
+
+
+def pair(own=True, make=problem, **options):
+    """The same optimizer twice: eager, and replayed."""
+    (first, batch), (second, _) = make(), make()
+    return optimizer(first, False, own, **options), optimizer(second, True, own, **options), batch
+
+
+def assert_agree(eager, replayed, tolerance=1e-6):
+    assert_same_state(eager._state, replayed._state, tolerance)
+    for opt in (eager, replayed):
+        written = torch.cat([p.detach().flatten() for group in opt.param_groups for p in group["params"]])
+        assert torch.equal(written, opt._state.loc)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("own", [True, False], ids=["own generator", "global"])
+def test_replayed_steps_and_draws_equal_eager_ones(cuda, rank, dtype, own):
+    eager, replayed, batch = pair(own, lambda: problem(dtype), rank=rank)
+    random, tolerance = [], 1e-6 if dtype is torch.float32 else 1e-12
+    for opt in (eager, replayed):
+        torch.manual_seed(5)
+        random.append([draw_and_step(opt, batch) for _ in range(8)])
+        random.append(torch.get_rng_state() if opt.generator is None else opt.generator.get_state())
+    assert_agree(eager, replayed, tolerance)
+    for mine, other in zip(random[0], random[2], strict=True):
+        assert all(relative(a, b) <= tolerance for a, b in zip(mine, other, strict=True))
+    assert torch.equal(random[1], random[3])
+    a, b = eager.info, replayed.info
+    assert (b.num_rows, b.rank_used, math.isnan(b.loss)) == (a.num_rows, a.rank_used, True)
+    assert (b.kl, b.captured, float(b.total)) == pytest.approx((a.kl, a.captured, float(a.total)), rel=1e-5)
+    # The first step shows the shapes, the second is captured; six steps of two draws follow it.
+    assert cuda.captured.count("watch") == 1
+    assert cuda.replayed.count("write_draw") == 12
+    assert cuda.replayed.count("write_mean") == 7 + 12
+
+
+class Words(nn.Module):
+    """An embedding, a convolution over positions, and a layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv = nn.Embedding(9, 6), nn.Conv1d(6, 6, 3, padding=1)
+        self.twice, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, ids):
+        x = self.twice(torch.tanh(self.twice(self.table(ids))))
+        return self.head(torch.tanh(self.conv(x.transpose(1, 2))).mean(2))
+
+
+def words(seed=0):
+    torch.manual_seed(seed)
+    return Words(), (torch.randint(9, (30, 5)), torch.arange(30) % 3)
+
+
+def test_every_kind_of_block_is_replayed(cuda):
+    eager, replayed, batch = pair(make=words)
+    for opt in (eager, replayed):
+        for k in range(5):
+            draw_and_step(opt, (batch[0].roll(k, 0), batch[1]), draws=1)
+    assert_agree(eager, replayed)
+    assert "whole" in cuda.captured
+
+
+def test_dropout_and_closures_go_on_as_before(cuda):
+    eager, replayed, (x, y) = pair(own=True, make=lambda: problem(dropout=0.4), mc_samples=3)
+    for opt in (eager, replayed):
+        torch.manual_seed(5)
+
+        def closure(opt=opt):
+            opt.zero_grad()
+            loss = F.cross_entropy(opt.model(x), y)
+            loss.backward()
+            return loss
+
+        losses = [float(opt.step(closure)) for _ in range(5)]
+        assert opt.info.loss == pytest.approx(N * losses[-1], rel=1e-5)
+    assert_agree(eager, replayed)
+    assert cuda.replayed
+
+
+def test_rates_may_change_and_shapes_alternate(cuda):
+    eager, replayed, (x, y) = pair()
+    for opt in (eager, replayed):
+        sched = slangvi.inverse_time(opt, decay=0.6)
+        for size in (40, 40, 33, 40, 33, 40, 17, 40):
+            draw_and_step(opt, (x[:size], y[:size]))
+            sched.step()
+    assert_agree(eager, replayed)
+    assert cuda.captured.count("watch") == 2  # a last batch seen once is not worth a graph
+
+
+def test_the_latest_few_graphs_are_kept(cuda):
+    eager, replayed, (x, y) = pair()
+    sizes = (40, 39, 38, 37, 36, 35)
+    for opt in (eager, replayed):
+        for size in sizes * 2 + sizes[:1]:
+            draw_and_step(opt, (x[:size], y[:size]), draws=1)
+    assert_agree(eager, replayed)
+    assert len(replayed._graphs.graphs) == MOST_GRAPHS
+    assert cuda.captured.count("watch") == 7
+
+
+def test_shapes_seen_long_ago_are_forgotten(cuda, monkeypatch):
+    monkeypatch.setattr(_graph_loop, "_MOST_SEEN", 1)
+    eager, replayed, (x, y) = pair()
+    for opt in (eager, replayed):
+        for size in (40, 39, 38, 37, 40, 40):
+            draw_and_step(opt, (x[:size], y[:size]), draws=1)
+    assert_agree(eager, replayed)
+    assert cuda.captured.count("watch") == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_are_refused_and_leave_everything(cuda, bad):
+    eager, replayed, (x, y) = pair()
+    broken = x.clone()
+    broken[3, 1] = bad
+    for opt in (eager, replayed):
+        for _ in range(4):
+            draw_and_step(opt, (x, y))
+        before = flat(opt.model)
+        with pytest.raises(slangvi.NumericalError, match=r"step 5: the gradient of parameter 'first.weight'"):
+            draw_and_step(opt, (broken, y))
+        assert torch.equal(flat(opt.model), before)
+        assert opt._state.step == 4
+        for _ in range(3):
+            draw_and_step(opt, (x, y))
+    assert_agree(eager, replayed)
+
+
+def write_data(opt):
+    opt.model.first.weight.data.mul_(0.5)
+
+
+def load_state(opt):
+    saved = copy.deepcopy(opt.state_dict())
+    saved["slangvi"]["tensors"]["prec_diag"].mul_(2.0)
+    opt.load_state_dict(saved)
+
+
+def replace_data(opt):
+    opt.model.first.weight.data = opt.model.first.weight.data.clone()
+
+
+def other_prior(opt):
+    opt.param_groups[0]["prior_precision"] = 3.0
+
+
+def groups_differ(opt):
+    opt.add_param_group({"params": [opt.model.extra], "lr": 0.01})
+
+
+def without_generator(opt):
+    opt.generator = None
+    torch.manual_seed(11)
+
+
+CHANGES = {f.__name__: f for f in (write_data, load_state, replace_data, other_prior, groups_differ, without_generator)}
+
+
+class Scaled(Net):
+    """With a parameter that is not inferred from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * self.extra
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_steps_are_taken_over(cuda, change):
+    first, batch = Scaled(), problem()[1]
+    second = copy.deepcopy(first)
+    chosen = [{"params": [p for name, p in model.named_parameters() if name != "extra"]} for model in (first, second)]
+    eager, replayed = (
+        optimizer(model, compiled, params=[group])
+        for model, compiled, group in zip((first, second), (False, True), chosen, strict=True)
+    )
+    for opt in (eager, replayed):
+        for _ in range(4):
+            draw_and_step(opt, batch)
+        CHANGES[change](opt)
+        for _ in range(3):
+            draw_and_step(opt, batch)
+    assert_agree(eager, replayed)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
+)
+def test_copies_have_graphs_of_their_own(cuda, duplicate):
+    eager, replayed, batch = pair()
+    for opt in (eager, replayed):
+        for _ in range(3):
+            draw_and_step(opt, batch)
+    twin = duplicate(replayed)
+    assert "_graphs" not in twin.__dict__
+    for opt in (eager, replayed, twin):
+        for _ in range(3):
+            draw_and_step(opt, batch)
+    assert_agree(eager, twin)
+    assert_agree(eager, replayed)
+
+
+def test_a_capture_that_fails_is_named_once_and_leaves_the_optimizer_working(cuda, monkeypatch):
+    real = LoopStep.gradients
+
+    def unwilling(self):
+        if cuda.busy:
+            raise ValueError("not while capturing")
+        return real(self)
+
+    monkeypatch.setattr(LoopStep, "gradients", unwilling)
+    eager, replayed, batch = pair(own=False)
+    random = []
+    for opt in (eager, replayed):
+        torch.manual_seed(5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                draw_and_step(opt, batch)
+        random.append(torch.get_rng_state())
+    assert len(caught) == 1
+    assert "could not be captured (ValueError: not while capturing)" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    assert_agree(eager, replayed, 0.0)
+    assert torch.equal(*random)
+    assert not cuda.replayed
+
+
+def test_without_a_gpu_compiling_warns_once_and_changes_nothing():
+    eager, compiled, batch = pair()
+    draw_and_step(eager, batch)
+    with pytest.warns(UserWarning, match="compile=True has no effect: parameters are on cpu") as caught:
+        draw_and_step(compiled, batch)
+    assert caught[0].filename == __file__
+    for opt in (eager, compiled):
+        for _ in range(2):
+            draw_and_step(opt, batch)  # warnings are errors
+    assert_agree(eager, compiled, 0.0)
+
+
+# ---- rows, taken apart and put together ----
+
+
+def rows_of_all_kinds():
+    left = torch.randn(4, 1, 1, 3)
+    strided = torch.randn(3, 4, 2).transpose(0, 1)
+    gaps = torch.randn(4, 8)[:, ::2]
+    blocks = {
+        "w": Outer(left, torch.randn(4, 1, 1, 2)),
+        "b": Formed(left.view(4, 3)),  # the same numbers
+        "table": Rows(torch.randint(5, (4, 3)), strided.transpose(1, 2).contiguous().view(4, 3, 2), 5),
+        "far": Formed(gaps),
+        "turned": Rows(torch.randint(5, (4, 3)), strided, 5),
+    }
+    return RowGroup(4, blocks, {"w": torch.randn(3, 2)}, 2.0)
+
+
+def test_rows_are_rebuilt_over_copies_that_share_what_was_shared():
+    group = rows_of_all_kinds()
+    signature, found = _surveyed([group])
+    copies = {key: leaf.clone() for key, leaf in found.items()}
+    new = _rebuilt(group, copies)
+    assert (new.num_rows, new.scale) == (4, 2.0)
+    for name, block in group.blocks.items():
+        assert type(new.blocks[name]) is type(block)
+        assert torch.equal(new.blocks[name].form(), block.form())
+    assert torch.equal(new.totals["w"], group.totals["w"])
+    assert new.blocks["w"].left.data_ptr() == new.blocks["b"].rows.data_ptr() != group.blocks["b"].rows.data_ptr()
+    assert len(found) == 8
+    for leaf in copies.values():
+        leaf.zero_()
+    assert not any(bool(block.form().any()) for block in new.blocks.values())
+    assert signature == _surveyed([rows_of_all_kinds()])[0]
+
+
+@pytest.mark.parametrize("change", ["scale", "rows", "dtype", "shared", "layout", "kind", "name", "totals"])
+def test_rows_of_another_make_do_not_fit(change):
+    def group(change=None):
+        left, R = torch.zeros(4, 1, 1, 3), 4
+        rows = left.view(4, 3)
+        if change == "rows":
+            left, R = torch.zeros(5, 1, 1, 3), 5
+            rows = left.view(5, 3)
+        if change == "dtype":
+            left, rows = left.double(), rows.double()
+        if change == "shared":
+            rows = torch.zeros(4, 3)
+        if change == "layout":
+            rows = torch.zeros(3, 4).T
+        weight = Formed(torch.zeros(R, 6)) if change == "kind" else Outer(left, torch.zeros(R, 1, 1, 2))
+        blocks = {"w": weight, "c" if change == "name" else "b": Formed(rows)}
+        totals = {"w": torch.zeros(3, 2)} if change == "totals" else {}
+        return RowGroup(R, blocks, totals, 2.0 if change == "scale" else 1.0)
+
+    assert _surveyed([group()])[0] == _surveyed([group()])[0]
+    assert _surveyed([group()])[0] != _surveyed([group(change)])[0]
+    assert _surveyed([group()])[0] != _surveyed([group(), group()])[0]
+
+
+def test_priors_are_told_apart_while_their_graph_lives(cuda):
+    """The key holds the prior's identity, and the graph the prior itself: a freed one cannot be mistaken."""
+    eager, replayed, batch = pair()
+    for precision in (1.0, 2.0, 4.0, 1.0):
+        for opt in (eager, replayed):
+            opt.param_groups[0]["prior_precision"] = precision
+            for _ in range(3):
+                draw_and_step(opt, batch, draws=1)
+    assert_agree(eager, replayed)
+    assert all(isinstance(graph.prior, Prior) for graph in replayed._graphs.graphs.values())
