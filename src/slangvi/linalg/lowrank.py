@@ -26,6 +26,7 @@ __all__ = ["LowRankPrecision", "factorize", "matmul"]
 # apart would compete for the same lines of its cache.
 _LONG = 1 << 16
 _BLOCK = 8000
+_MOST_BLOCKS = 128
 # Entries of long rows that one block of a GPU multiplies.
 _CHUNK = 1 << 10
 
@@ -236,14 +237,15 @@ def _gram_of_long_rows(rows: Tensor, weights: Tensor | None) -> Tensor:
     if rows.device.type == "cuda":
         scaled = rows if weights is None else rows * weights
         return contract(scaled, scaled, torch.float64)
-    rank = len(rows)
+    rank, size = rows.shape
+    width = max(_BLOCK, -(-size // _MOST_BLOCKS))
     total = rows.new_zeros(rank, rank, dtype=torch.float64)
-    scratch, product = rows.new_empty(rank * _BLOCK), rows.new_empty(rank, rank)
-    for start in range(0, rows.shape[1], _BLOCK):
-        block = rows[:, start : start + _BLOCK]
+    scratch, product = rows.new_empty(rank * width), rows.new_empty(rank, rank)
+    for start in range(0, size, width):
+        block = rows[:, start : start + width]
         if weights is not None:
             space = scratch[: block.numel()].view(block.shape)
-            block = torch.mul(block, weights[start : start + _BLOCK], out=space)
+            block = torch.mul(block, weights[start : start + width], out=space)
         total += torch.mm(block, block.mT, out=product)
     return total
 
