@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +20,7 @@ class FakeCuda:
     """What was captured and replayed, and whether that goes on right now: no value may be looked at then."""
 
     def __init__(self) -> None:
-        self.replayed: list[str] = []
-        self.captured: list[str] = []
-        self.busy = False
+        self.replayed, self.captured, self.busy = [], [], False
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -47,11 +46,10 @@ class FakeCuda:
 
 
 class FakeGraph:
-    def register_generator_state(self, generator: torch.Generator) -> None:
-        assert isinstance(generator, torch.Generator)
-
-    def pool(self) -> object:
+    def pool(self, *generators: torch.Generator) -> object:
         return self
+
+    register_generator_state = pool
 
     def replay(self) -> None:
         self.cuda.replayed.append(self.piece.__name__)
@@ -66,22 +64,16 @@ class FakeStream:
         self.record = self.synchronize = self.wait_stream = lambda *others: None
 
 
-class FakeDefault:
-    """The device's own source, which is torch's global one here."""
-
-    get_state, set_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
-
-    def graphsafe_set_state(self, other: torch.Generator) -> None:
-        torch.set_rng_state(other.get_state())
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Steps with compile=True are captured and replayed, on the CPU."""
     fake = FakeCuda()
     replacements = {"CUDAGraph": FakeGraph, "graph": fake.graph, "Event": FakeStream, "Stream": FakeStream}
     replacements |= {"stream": nullcontext, "current_stream": FakeStream, "synchronize": lambda: None}
-    for name, value in (replacements | {"default_generators": (FakeDefault(),)}).items():
+    # The device's own source is torch's global one here.
+    own = SimpleNamespace(get_state=torch.get_rng_state, set_state=torch.set_rng_state)
+    own.graphsafe_set_state = lambda other: torch.set_rng_state(other.get_state())
+    for name, value in (replacements | {"default_generators": (own,)}).items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(_graph, "_pinned", lambda size: torch.zeros(size, dtype=torch.float64))
     monkeypatch.setattr(likelihoods, "_capturing", lambda values: fake.busy)
