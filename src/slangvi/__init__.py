@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from slangvi.optimizer import VariationalOptimizer as VariationalOptimizer
     from slangvi.predict import functional_samples as functional_samples
     from slangvi.predict import predictive_samples as predictive_samples
+    from slangvi.types import Routes as Routes
 
 __all__ = [
     # methods
@@ -48,8 +49,9 @@ __all__ = [
     "functional_samples",
     "predictive_samples",
     "metrics",
-    # memory
+    # memory and speed
     "estimate_memory",
+    "Routes",
     # extension and errors
     "register_rule",
     "VariationalOptimizer",
@@ -78,6 +80,7 @@ _HOMES = {
     "VariationalOptimizer": "slangvi.optimizer",
     "functional_samples": "slangvi.predict",
     "predictive_samples": "slangvi.predict",
+    "Routes": "slangvi.types",
 }
 _MODULES = {"slang": "slangvi.methods.slang", "metrics": "slangvi.metrics", "replicas": "slangvi.replicas"}
 

@@ -405,3 +405,13 @@ def test_gradients_of_draws_are_finite_where_training_starts(dtype, generator):
     assert torch.equal(by_factor, torch.zeros_like(factor))  # draws depend on UUᵀ, which is flat at U = 0
     assert bool(by_diag.isfinite().all())
     assert bool((by_diag < 0).all())
+
+
+def test_long_rows_that_are_nearly_parallel_are_factorised():
+    source = torch.Generator().manual_seed(0)
+    row = torch.randn(1, 1 << 16, generator=source) * 40.0
+    factor = torch.cat([row, row * (1 + 1e-4 * torch.randn(row.shape, generator=source))])
+    x = torch.randn(1 << 16, generator=source)
+    found = factorize(factor, torch.ones(1 << 16)).solve(x)
+    exact = factorize(factor.double(), torch.ones(1 << 16, dtype=torch.float64)).solve(x.double())
+    assert float((found - exact).norm() / exact.norm()) < 1e-3

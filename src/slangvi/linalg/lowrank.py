@@ -27,6 +27,8 @@ __all__ = ["LowRankPrecision", "factorize", "matmul"]
 _LONG = 1 << 16
 _BLOCK = 8000
 _MOST_BLOCKS = 128
+# Relative rounding of their Gram, with room to spare.
+_LONG_ROUNDING = 3e-7
 # Entries of long rows that one block of a GPU multiplies.
 _CHUNK = 1 << 10
 
@@ -156,7 +158,8 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
     rank = gram.shape[-1]
     # Beyond ‖V‖² ≈ 1e15 the identity is below the Gram's own rounding; there the rounding takes its place, so that the
     # factorisation stays alive.
-    rounding = 4.0 * max(rank, 1) * torch.finfo(torch.float64).eps * gram.diagonal(dim1=-2, dim2=-1)
+    unit = _LONG_ROUNDING if _is_long(factor) else 4.0 * max(rank, 1) * torch.finfo(torch.float64).eps
+    rounding = unit * gram.diagonal(dim1=-2, dim2=-1)
     capacitance = gram + torch.diag_embed(rounding.clamp_min(1.0))
     return LowRankPrecision(factor, diag, gram, _cholesky(capacitance))
 
@@ -226,11 +229,15 @@ def gram_float64(rows: Tensor, diag: Tensor | None = None) -> Tensor:
         (..., K, K).
     """
     plain = rows.is_cuda or (_plain(rows) and (diag is None or _plain(diag)))
-    if rows.ndim == 2 and rows.dtype is torch.float32 and rows.shape[-1] >= _LONG and plain:
+    if _is_long(rows) and plain:
         return _gram_of_long_rows(rows, None if diag is None else diag.rsqrt())
     weights = None if diag is None else diag.to(torch.float64).rsqrt().unsqueeze(-2)
     double = rows.to(torch.float64) if weights is None else rows * weights
     return double @ double.mT
+
+
+def _is_long(rows: Tensor) -> bool:
+    return rows.ndim == 2 and rows.dtype is torch.float32 and rows.shape[-1] >= _LONG
 
 
 def _gram_of_long_rows(rows: Tensor, weights: Tensor | None) -> Tensor:
