@@ -55,13 +55,16 @@ def _shown(row: Row) -> list[tuple[str, str]]:
 
 def _growth(grid: Any, rows: Sequence[Row]) -> None:
     """Time above, memory below; the sweep over P on the left, over L on the right."""
+    styles = dict(zip(dict.fromkeys(row.name for row in rows), STYLES, strict=False))
     for column, kind in enumerate(("P", "L")):
         mine = [row for row in rows if row.settings["sweep"] == kind]
         for axes, quantity in zip(grid[:, column], ("milliseconds", "peak_mb"), strict=True):
-            for style, name in zip(STYLES, dict.fromkeys(row.name for row in mine), strict=False):
+            for name in dict.fromkeys(row.name for row in mine):
                 points = [(row.settings[kind], getattr(row, quantity)) for row in mine if row.name == name]
                 color = OURS if "slang" in name else THEIRS
-                axes.plot(*zip(*points, strict=True), style, ms=4, lw=1.2, color=color, label=name)
+                axes.plot(
+                    *zip(*points, strict=True), styles.get(name, STYLES[-1]), ms=4, lw=1.2, color=color, label=name
+                )
             _guide(axes, mine, kind, quantity)
             axes.set(xscale="log", yscale="log")
             axes.grid(alpha=0.3)
