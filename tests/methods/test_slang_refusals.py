@@ -132,3 +132,13 @@ def test_a_model_that_is_never_called_is_named():
     )
     with pytest.raises(ValueError, match="did not call model"):
         vi.update(vi.init(dict(model.named_parameters())), (torch.zeros(3, 2), torch.zeros(3, 1)))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_curvature_that_overflows_only_as_a_whole_is_refused(rank):
+    rows = torch.full((40, 64), 1e18)
+    state = slang.init({"w": torch.zeros(64)}, rank)
+    rate = Rate(0.5)
+    prior = Prior(torch.ones(64), torch.zeros(64))
+    with pytest.raises(NumericalError, match="not finite"):
+        slang.update(state, DenseGradients.from_rows(rows), num_data=1000, prior=prior, lr=rate)

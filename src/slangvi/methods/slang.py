@@ -18,6 +18,7 @@ from slangvi._out_of_memory import out_of_memory_advice
 from slangvi._settings import Settings
 from slangvi._steps import Prior, Rate, Schedule, rate_at, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
 from slangvi.linalg.topk import padded_spectrum, relative_residual
 from slangvi.methods._gather import GRADIENT_REMEDY, FactoredGatherer, check_schedule, dense_gatherer
@@ -85,7 +86,13 @@ def update(
     rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, 1 - momentum**step)
     observed = observe(state.prec_factor, gradients, weight, rates)
     require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, observed.total, observed.squares)
-    pairs = observed.problem.pairs()
+    try:
+        pairs = observed.problem.pairs()
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # sums may not fit the dtype together
+        raise NumericalError(
+            f"step {step}: the curvature of all parameters together is not finite. The state is unchanged. "
+            + GRADIENT_REMEDY
+        ) from error
     new = propose(
         state.loc, state.prec_diag, state.momentum, observed, pairs.values, pairs.vectors, weight, prior, rates
     )
