@@ -11,7 +11,8 @@ from torch import nn
 import slangvi
 from replaying import Net, assert_same_state, functional, problem, relative, steps
 from slangvi.methods import slang
-from slangvi.methods._graph_functional import MOST_GRAPHS, GraphRunner, why_not_captured
+from slangvi.methods._graph_functional import GraphRunner
+from slangvi.methods._graph_runner import MOST_GRAPHS, why_not_captured
 from slangvi.types import Routes
 
 

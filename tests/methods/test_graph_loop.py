@@ -19,8 +19,8 @@ from slangvi._steps import Prior
 from slangvi.grads import RowGroup
 from slangvi.grads.blocks import Formed, Outer, Rows
 from slangvi.methods import _graph_loop
-from slangvi.methods._graph_functional import MOST_GRAPHS
 from slangvi.methods._graph_loop import LoopStep, _rebuilt, _surveyed
+from slangvi.methods._graph_runner import MOST_GRAPHS
 
 
 def optimizer(model, compiled, own=True, **options):

@@ -32,7 +32,7 @@ from slangvi.linalg.topk import TOLERANCE, relative_residual
 from slangvi.methods._lowrank_step import Proposed, Rates, observe, shift, widen
 from slangvi.types import GradientOperator
 
-__all__ = ["Captured", "Numbers", "Outcome"]
+__all__ = ["Captured", "Numbers", "Outcome", "Setup"]
 
 # Looks at the residual before the eigenproblem is left to the eager routes.
 _LOOKS = 3
@@ -82,8 +82,8 @@ class Outcome:
     graph: Captured
 
 
-class Captured(ABC):
-    """The graphs of one step for one layout: everything but where the gradients come from.
+class Setup(NamedTuple):
+    """What every captured step starts from.
 
     Args:
         state: μ, d, m and U by rows in one tensor, (3 + L, P); copied.
@@ -93,15 +93,18 @@ class Captured(ABC):
         generator: source of the draws; None is the device's own.
     """
 
-    def __init__(
-        self,
-        state: Tensor,
-        prior: Prior,
-        num_data: float,
-        momentum: float,
-        generator: torch.Generator | None,
-    ) -> None:
-        self.prior, self.num_data, self.momentum = prior, num_data, momentum
+    state: Tensor
+    prior: Prior
+    num_data: float
+    momentum: float
+    generator: torch.Generator | None
+
+
+class Captured(ABC):
+    """The graphs of one step for one layout: everything but where the gradients come from."""
+
+    def __init__(self, setup: Setup) -> None:
+        state, self.prior, self.num_data, self.momentum, generator = setup
         self._host: dict[str, Tensor] = {}
         self._doubts = self._failures = 0  # steps to be taken in halves before the whole is tried again
         self.default = torch.cuda.default_generators[state.device.index or 0]

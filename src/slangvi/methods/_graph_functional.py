@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +10,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi._steps import Prior
-from slangvi.grads.assemble import outside_frames
 from slangvi.grads.batched import BatchedPass
 from slangvi.methods._gather import FactoredGatherer, checked_values
-from slangvi.methods._graph import Captured, Numbers, Outcome
+from slangvi.methods._graph import Captured, Numbers, Outcome, Setup
+from slangvi.methods._graph_runner import Runner, packed
 from slangvi.types import GradientOperator, ParamSpec
 
 __all__ = ["FunctionalStep", "GraphRunner"]
 
-# Graphs hold memory of their own; models that see many shapes of batch keep the latest few.
-MOST_GRAPHS = 4
 NO_PASS = (
     "the draws cannot pass through the model together (it has dropout, layers without a rule, parameters of another "
     "dtype, or control flow that depends on values; or verify=False)"
@@ -37,11 +33,7 @@ class FunctionalStep(Captured):
         spec: layout.
         batch: an example of the batches to come; copied.
         draws: S.
-        state: see `Captured`, as for the rest.
-        prior: λ and μ₀.
-        num_data: N over the temperature.
-        momentum: γ.
-        generator: source of the draws.
+        setup: see `Setup`.
     """
 
     def __init__(
@@ -51,13 +43,9 @@ class FunctionalStep(Captured):
         spec: ParamSpec,
         batch: Any,
         draws: int,
-        state: Tensor,
-        prior: Prior,
-        num_data: float,
-        momentum: float,
-        generator: torch.Generator | None,
+        setup: Setup,
     ) -> None:
-        super().__init__(state, prior, num_data, momentum, generator)
+        super().__init__(setup)
         self.fast, self.gatherer, self.spec, self.draws = fast, gatherer, spec, draws
         leaves, self.structure = tree_flatten(batch)
         self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -81,7 +69,7 @@ class FunctionalStep(Captured):
                 mine.copy_(given, non_blocking=True)
 
 
-class GraphRunner:
+class GraphRunner(Runner[FunctionalStep]):
     """Takes steps by replaying graphs where that is possible, and says once why when it is not.
 
     Args:
@@ -92,12 +80,9 @@ class GraphRunner:
     """
 
     def __init__(self, gatherer: FactoredGatherer | None, draws: int, num_data: float, momentum: float) -> None:
+        super().__init__()
         self.gatherer = gatherer
         self.draws, self.num_data, self.momentum = draws, num_data, momentum
-        self.graphs: dict[object, FunctionalStep] = {}
-        self._given_up = False
-        # The state a graph has just made, which need not be copied back to it.
-        self._made: tuple[weakref.ref[Any], Captured] | None = None
 
     def step(
         self,
@@ -131,31 +116,12 @@ class GraphRunner:
         if graph is None:
             return None
         self.gatherer.count(kind)
-        made, self._made = self._made, None
-
-        def reload() -> None:
-            graph.load(packed(state), state.precision)
-
-        if made is None or made[0]() is not state or made[1] is not graph:
-            reload()
-        graph.feed(batch)
-        return graph.advance(generator, numbers, reload, check)
-
-    def remember(self, state: Any, outcome: Outcome) -> None:
-        """Note that this state came out of that outcome: its graph still holds it."""
-        self._made = (weakref.ref(state), outcome.graph)
+        return self._advanced(graph, state, lambda: graph.feed(batch), generator, numbers, check)
 
     def _declined(self, device: torch.device) -> bool:
         if self.gatherer is None:
             return self._give_up('it needs engine="factored" with model=')
-        if device.type != "cuda":
-            return self._give_up(f"parameters are on {device.type}, and only CUDA devices have graphs")
-        return False
-
-    def _give_up(self, reason: str) -> bool:
-        self._given_up = True
-        warn_not_compiled(reason)
-        return True
+        return super()._declined(device)
 
     def _graph(
         self,
@@ -168,35 +134,13 @@ class GraphRunner:
     ) -> FunctionalStep | None:
         assert self.gatherer is not None
         key = (kind, state.loc.dtype, state.loc.device, generator is None, _baked_in(self.gatherer, state.spec))
-        if key not in self.graphs:
-            while len(self.graphs) >= MOST_GRAPHS:
-                self.graphs.pop(next(iter(self.graphs)))
-            settings = (packed(state), prior, self.num_data, self.momentum, generator)
-            try:
-                self.graphs[key] = FunctionalStep(fast, self.gatherer, state.spec, batch, self.draws, *settings)
-            except Exception as error:
-                self._give_up(why_not_captured(error))
-                return None
-        return self.graphs[key]
 
+        def capture() -> FunctionalStep:
+            assert self.gatherer is not None
+            setup = Setup(packed(state), prior, self.num_data, self.momentum, generator)
+            return FunctionalStep(fast, self.gatherer, state.spec, batch, self.draws, setup)
 
-def why_not_captured(error: BaseException) -> str:
-    """What went wrong first: a capture that fails fails again when it is closed."""
-    torch.cuda.synchronize()
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"the step could not be captured ({type(error).__name__}: {error})"
-
-
-def warn_not_compiled(reason: str) -> None:
-    """Say once why steps run eagerly, where the caller's code asked for the step."""
-    text = f"compile=True has no effect: {reason}. Steps run eagerly."
-    warnings.warn(text, UserWarning, stacklevel=outside_frames())
-
-
-def packed(state: Any) -> Tensor:
-    """μ, d, m and the rows of U in one tensor, (3 + L, P)."""
-    return torch.cat([torch.stack([state.loc, state.prec_diag, state.momentum]), state.prec_factor])
+        return self._kept(key, capture)
 
 
 def _baked_in(gatherer: FactoredGatherer, spec: ParamSpec) -> tuple[object, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,8 +15,8 @@ from torch import Tensor
 from slangvi._steps import Prior
 from slangvi.grads import FactoredGradients, RowGroup
 from slangvi.grads.blocks import Block, Formed, Outer, Rows
-from slangvi.methods._graph import Captured, Numbers, Outcome
-from slangvi.methods._graph_functional import MOST_GRAPHS, packed, warn_not_compiled, why_not_captured
+from slangvi.methods._graph import Captured, Numbers, Outcome, Setup
+from slangvi.methods._graph_runner import Runner, packed
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.types import GradientOperator, ParamSpec, Routes
 
@@ -36,11 +35,7 @@ class LoopStep(Captured):
         rows: an example of the rows to come; copied.
         routes: see `FactoredGradients`.
         params: the model's parameters, which draws and the mean are written to.
-        state: see `Captured`, as for the rest.
-        prior: λ and μ₀.
-        num_data: N over the temperature.
-        momentum: γ.
-        generator: source of the draws.
+        setup: see `Setup`.
     """
 
     def __init__(
@@ -49,13 +44,9 @@ class LoopStep(Captured):
         rows: Sequence[RowGroup],
         routes: Routes,
         params: Sequence[Tensor],
-        state: Tensor,
-        prior: Prior,
-        num_data: float,
-        momentum: float,
-        generator: torch.Generator | None,
+        setup: Setup,
     ) -> None:
-        super().__init__(state, prior, num_data, momentum, generator)
+        super().__init__(setup)
         self.spec, self.routes, self.params = spec, routes, list(params)
         copies = {key: leaf.detach().clone() for key, leaf in _surveyed(rows)[1].items()}
         self.copies = list(copies.values())
@@ -91,7 +82,7 @@ class LoopStep(Captured):
         torch._foreach_copy_(self.params, [x.view(p.shape) for x, p in zip(pieces, self.params, strict=True)])
 
 
-class LoopRunner:
+class LoopRunner(Runner[LoopStep]):
     """Takes the optimizer's steps and draws by replaying graphs where that is possible, and says once why when not.
 
     Args:
@@ -100,12 +91,9 @@ class LoopRunner:
     """
 
     def __init__(self, num_data: float, routes: Routes) -> None:
+        super().__init__()
         self.num_data, self.routes = num_data, routes
-        self.graphs: dict[Signature, LoopStep] = {}
         self._seen: Counter[Signature] = Counter()
-        self._given_up = False
-        # The state a graph has just made, which it can draw from.
-        self._made: tuple[weakref.ref[Any], LoopStep] | None = None
 
     def step(
         self,
@@ -125,20 +113,8 @@ class LoopRunner:
         graph = self._graph(signature, state, rows, params, generator, momentum, prior)
         if graph is None:
             return None
-        made, self._made = self._made, None
-
-        def reload() -> None:
-            graph.load(packed(state), state.precision)
-
-        if made is None or made[0]() is not state or made[1] is not graph:
-            reload()
-        graph.feed(list(leaves.values()))
-        return graph.advance(generator, numbers, reload, check)
-
-    def remember(self, state: Any, graph: Captured) -> None:
-        """Note that this state came out of that graph, which still holds it."""
-        assert isinstance(graph, LoopStep)
-        self._made = (weakref.ref(state), graph)
+        given = list(leaves.values())
+        return self._advanced(graph, state, lambda: graph.feed(given), generator, numbers, check)
 
     def write_draw(self, state: Any, params: Sequence[Tensor], generator: torch.Generator | None) -> bool:
         """Put a draw into the parameters, if a graph holds this state."""
@@ -163,18 +139,9 @@ class LoopRunner:
         if self._made is None or self._made[0]() is not state:
             return None
         graph = self._made[1]
+        assert isinstance(graph, LoopStep)
         same = all(a.data_ptr() == b.data_ptr() for a, b in zip(graph.params, params, strict=True))
         return graph if same else None
-
-    def _declined(self, device: torch.device) -> bool:
-        if device.type == "cuda":
-            return False
-        return self._give_up(f"parameters are on {device.type}, and only CUDA devices have graphs")
-
-    def _give_up(self, reason: str) -> bool:
-        self._given_up = True
-        warn_not_compiled(reason)
-        return True
 
     def _graph(
         self,
@@ -191,18 +158,14 @@ class LoopRunner:
         if len(self._seen) > _MOST_SEEN:
             self._seen.clear()
         self._seen[key] += 1
-        if key not in self.graphs:
-            if self._seen[key] < 2:  # a last batch that is smaller need not be captured
-                return None
-            while len(self.graphs) >= MOST_GRAPHS:
-                self.graphs.pop(next(iter(self.graphs)))
-            settings = (packed(state), prior, self.num_data, momentum, generator)
-            try:
-                self.graphs[key] = LoopStep(state.spec, rows, self.routes, params, *settings)
-            except Exception as error:
-                self._give_up(why_not_captured(error))
-                return None
-        return self.graphs[key]
+        if key not in self.graphs and self._seen[key] < 2:  # a last batch that is smaller need not be captured
+            return None
+
+        def capture() -> LoopStep:
+            setup = Setup(packed(state), prior, self.num_data, momentum, generator)
+            return LoopStep(state.spec, rows, self.routes, params, setup)
+
+        return self._kept(key, capture)
 
 
 class ReplayingOptimizer(VariationalOptimizer[StateT, InfoT]):
@@ -234,7 +197,7 @@ class ReplayingOptimizer(VariationalOptimizer[StateT, InfoT]):
         if done is None:
             return None
         after, info = self._from_outcome(done, step, prior)
-        self._graphs.remember(after, done.graph)
+        self._graphs.remember(after, done)
         return after, info
 
     @cached_property

@@ -1,0 +1,91 @@
+"""What both kinds of step share about graphs: which are kept, which holds the latest state, and what is said."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from slangvi.grads.assemble import outside_frames
+from slangvi.methods._graph import Captured, Numbers, Outcome
+
+__all__ = ["MOST_GRAPHS", "Runner", "packed", "why_not_captured"]
+
+# Graphs hold memory of their own; models that see many shapes of batch keep the latest few.
+MOST_GRAPHS = 4
+CapturedT = TypeVar("CapturedT", bound=Captured)
+
+
+class Runner(Generic[CapturedT]):
+    """Keeps graphs and advances states with them; says once why when nothing can be captured."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[object, CapturedT] = {}
+        self._given_up = False
+        # The state a graph has just made: it need not be copied back to it, and can be drawn from.
+        self._made: tuple[weakref.ref[Any], Captured] | None = None
+
+    def remember(self, state: Any, outcome: Outcome) -> None:
+        """Note that this state came out of that outcome: its graph still holds it."""
+        self._made = (weakref.ref(state), outcome.graph)
+
+    def _declined(self, device: torch.device) -> bool:
+        """Whether graphs are out of the question there, which is said once."""
+        if device.type == "cuda":
+            return False
+        return self._give_up(f"parameters are on {device.type}, and only CUDA devices have graphs")
+
+    def _give_up(self, reason: str) -> bool:
+        self._given_up = True
+        text = f"compile=True has no effect: {reason}. Steps run eagerly."
+        warnings.warn(text, UserWarning, stacklevel=outside_frames())
+        return True
+
+    def _kept(self, key: object, capture: Callable[[], CapturedT]) -> CapturedT | None:
+        """The graph of a key, captured when it is new; None when that fails, for good."""
+        if key not in self.graphs:
+            while len(self.graphs) >= MOST_GRAPHS:
+                self.graphs.pop(next(iter(self.graphs)))
+            try:
+                self.graphs[key] = capture()
+            except Exception as error:
+                self._give_up(why_not_captured(error))
+                return None
+        return self.graphs[key]
+
+    def _advanced(
+        self,
+        graph: CapturedT,
+        state: Any,
+        feed: Callable[[], None],
+        generator: torch.Generator | None,
+        numbers: Numbers,
+        check: Callable[..., None],
+    ) -> Outcome:
+        """One step of a state by a graph, which is handed the state unless it holds it, and then its data."""
+        made, self._made = self._made, None
+
+        def reload() -> None:
+            graph.load(packed(state), state.precision)
+
+        if made is None or made[0]() is not state or made[1] is not graph:
+            reload()
+        feed()
+        return graph.advance(generator, numbers, reload, check)
+
+
+def why_not_captured(error: BaseException) -> str:
+    """What went wrong first: a capture that fails fails again when it is closed."""
+    torch.cuda.synchronize()
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"the step could not be captured ({type(error).__name__}: {error})"
+
+
+def packed(state: Any) -> Tensor:
+    """μ, d, m and the rows of U in one tensor, (3 + L, P)."""
+    return torch.cat([torch.stack([state.loc, state.prec_diag, state.momentum]), state.prec_factor])
