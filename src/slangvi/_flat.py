@@ -95,11 +95,11 @@ class Mirror:
 
     def _owned(self, model: nn.Module, name: str) -> Tensor | None:
         """What the model has under a name, without walking through all of it."""
-        path, _, local = name.rpartition(".")
-        try:
-            return model.get_submodule(path)._parameters.get(local)
-        except AttributeError:
-            return None
+        *path, local = name.split(".")
+        module: nn.Module | None = model
+        for part in path:
+            module = None if module is None else module._modules.get(part)
+        return None if module is None else module._parameters.get(local)
 
     def write(self, flat: Tensor) -> None:
         """Put a flat vector into the parameters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -24,7 +24,7 @@ from slangvi._steps import ELBO, Prior, Rate
 from slangvi.errors import NumericalError, UnsupportedModuleError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
 from slangvi.grads.assemble import outside_frames
-from slangvi.grads.blocks import Block, cheapest
+from slangvi.grads.blocks import Settle, cheapest
 from slangvi.types import GradientOperator, Params, ParamSpec, Routes
 
 __all__ = ["Settings", "VariationalOptimizer"]
@@ -144,11 +144,11 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         self._sampling = True
         try:
             if train:
-                with out_of_memory_advice("in sampled_params", self._state, self._rows), self._capture.recording():
+                with out_of_memory_advice("in sampled_params", self._state, self._rows), self._recorded():
                     yield
                 advice = out_of_memory_advice("while per-example gradients were collected", self._state, self._rows)
                 with advice, self._exact():
-                    groups = self._capture.collect(self._mirror.named)
+                    groups = self._collected()
                 self._rows += [self._unscaled(group) for group in groups]
             else:
                 yield
@@ -181,6 +181,16 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             self.__dict__.pop("found_inf", None)
             raise
         return _mean(losses)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Forward and backward inside the block are written down."""
+        with self._capture.recording():
+            yield
+
+    def _collected(self) -> list[RowGroup]:
+        """Rows of the passes of the last block."""
+        return self._capture.collect(self._mirror.named)
 
     def _take(self, rows: list[RowGroup], losses: list[Any]) -> None:
         """The step itself: state and weights change together, at the end."""
@@ -328,11 +338,6 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             fresh = replace(fresh, step=old.step)  # type: ignore[type-var]
         self._spec, self._mirror, self._name_of, self._hyper, self._state = spec, mirror, name_of, hyper, fresh
         options = self.settings
-        rank, routes = self.rank, self._routes
-
-        def settle(name: str, block: Block) -> Block:
-            return cheapest(block, rank, routes, name)
-
         self._capture = GradientCapture(
             self.model,
             spec,
@@ -340,8 +345,14 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             options.engine,
             options.verify,
             memory_limit=options.memory_limit,
-            settle=settle,
+            settle=self._settle,
         )
+
+    @property
+    def _settle(self) -> Settle:
+        """How rows are to be kept; holds no reference to the optimizer."""
+        rank, routes = self.rank, self._routes
+        return lambda name, block: cheapest(block, rank, routes, name)
 
     def _sync(self) -> None:
         """Take over parameters that were changed from outside: a loaded model, another device, a re-initialisation."""
@@ -400,9 +411,10 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             )
         return float(given), bool(self.__dict__.get("found_inf", 0.0))
 
-    def _exact(self) -> torch.autocast:
+    def _exact(self) -> AbstractContextManager[Any]:
         """Full precision for the state's own arithmetic, whatever autocast the caller is in."""
-        return torch.autocast(self._state.loc.device.type, enabled=False)
+        kind = self._mirror.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def _warn_of_small_data(self, rows: list[RowGroup]) -> None:
         largest = max(group.num_rows for group in rows)

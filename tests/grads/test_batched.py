@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -298,3 +300,44 @@ def test_many_problems_at_once_equal_one_by_one(name, weighed):
         found = together.rows([x[k] for x in tensors[:half]], [x[k] for x in tensors[half:]])
         torch.testing.assert_close(FactoredGradients(spec, [found], 2, thetas).form(), expected, rtol=1e-9, atol=1e-10)
         torch.testing.assert_close(values[k], table, rtol=1e-9, atol=1e-10)
+
+
+def agreement(monkeypatch, answers=None):
+    """Steps at which a network was asked for all draws at once, and what it was compared with the last time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    batch = (torch.randn(4, 3).double(), torch.randn(4, 1).double())
+    vi = slangvi.slang.build(slangvi.Gaussian().of(model), num_data=9, rank=1, lr=0.01, mc_samples=2, model=model)
+    state, asked, compared, original = vi.init(dict(model.named_parameters())), [], [], _gather._agrees
+
+    def agrees(*given):
+        asked.append(state.step + 1)
+        compared[:] = given
+        return original(*given) if answers is None else answers.get(state.step + 1, True)
+
+    monkeypatch.setattr(_gather, "_agrees", agrees)
+    for _ in range(12):
+        state, _ = vi.update(state, batch)
+    return asked, lambda groups: original(*compared[:3], groups), compared[3]
+
+
+def test_one_draw_that_agrees_is_enough(monkeypatch):
+    """Where a unit's input is zero up to rounding, a draw may fall on either side of a kink."""
+    asked, agrees, groups = agreement(monkeypatch)
+    assert asked == [1, 2, 4, 8]
+    spoilt = [replace(g, totals={name: 1.1 * total for name, total in g.totals.items()}) for g in groups]
+    assert agrees(groups)
+    assert agrees([spoilt[0], groups[1]])
+    assert agrees([groups[0], spoilt[1]])
+    assert not agrees(spoilt)
+    assert not agrees(groups[:1])
+
+
+def test_a_model_that_has_agreed_before_is_asked_again_at_once(monkeypatch):
+    asked, _, _ = agreement(monkeypatch, {4: False, 5: False})
+    assert asked == [1, 2, 4, 5, 6, 8]
+
+
+def test_a_model_that_no_longer_agrees_is_left_alone_after_a_few_tries(monkeypatch):
+    asked, _, _ = agreement(monkeypatch, dict.fromkeys(range(4, 13), False))
+    assert asked == [1, 2, 4, 5, 6, 7, 8]

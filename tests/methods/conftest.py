@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from slangvi import likelihoods
-from slangvi.methods import _graph
-from slangvi.methods._graph_functional import GraphRunner
-from slangvi.methods._graph_loop import LoopRunner
+from slangvi.methods import _graph, _graph_loop, _graph_runner
+from taping import Tape
 
 
 class FakeCuda:
@@ -21,6 +21,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.replayed, self.captured, self.busy = [], [], False
+        self.ways = []  # by which of several graphs those steps went that are replayed in one go
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -32,17 +33,19 @@ class FakeCuda:
             self.busy = False
 
     @contextmanager
-    def graph(self, graph: FakeGraph, pool: object = None) -> Iterator[None]:
+    def graph(self, graph: FakeGraph, pool: object = None, stream: object = None) -> Iterator[None]:
         """Unlike the real one this runs the block, so what it changes is put back: random state, state, parameters."""
-        caller = sys._getframe(2).f_locals  # behind contextlib, the method that captures
-        owner, graph.piece, graph.cuda = caller["self"], caller["piece"], self
-        changed = [owner.state, *getattr(owner, "params", [])]
+        graph.piece, graph.cuda = sys._getframe(2).f_locals["piece"], self  # behind contextlib, who captures
+        owner = graph.piece.__self__
+        changed = [owner.state, owner.squares, *getattr(owner, "params", [])] if hasattr(owner, "state") else []
         kept, random = [x.clone() for x in changed], torch.get_rng_state()
         with self.working():
             yield
-            torch._foreach_copy_(changed, kept)
+            for x, before in zip(changed, kept, strict=True):
+                x.copy_(before)
         torch.set_rng_state(random)
-        self.captured.append(graph.piece.__name__)
+        name = graph.piece.__name__
+        self.captured.append("whole" if name in _graph._WAYS else name)
 
 
 class FakeGraph:
@@ -52,9 +55,44 @@ class FakeGraph:
     register_generator_state = pool
 
     def replay(self) -> None:
-        self.cuda.replayed.append(self.piece.__name__)
+        name = self.piece.__name__
+        whole = name in _graph._WAYS
+        self.cuda.ways += [name] * whole
+        self.cuda.replayed.append("whole" if whole else name)
         with self.cuda.working():
             self.piece()
+
+
+class TapedGraph:
+    """A graph of operations, and not of Python."""
+
+    def __init__(self) -> None:
+        self.generators = []
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self.generators.append(generator)
+
+    def replay(self) -> None:
+        self.cuda.replayed.append(self.name)
+        self.tape.play()
+
+
+class TapedCuda(FakeCuda):
+    @contextmanager
+    def graph(self, graph: TapedGraph, pool: list[Tape], **options: object) -> Iterator[None]:
+        graph.name, graph.cuda = sys._getframe(2).f_locals["piece"].__name__, self
+        graph.tape, self.busy = Tape(graph.generators, pool), True
+        try:
+            with graph.tape:
+                yield
+        finally:
+            self.busy = False
+        self.captured.append(graph.name)
+
+
+def one_hot(index: torch.Tensor, size: int) -> torch.Tensor:
+    """Without a look at the numbers, which torch takes on a CPU only."""
+    return index.new_zeros(*index.shape, size).scatter_(-1, index.unsqueeze(-1), 1)
 
 
 class FakeStream:
@@ -64,12 +102,10 @@ class FakeStream:
         self.record = self.synchronize = self.wait_stream = lambda *others: None
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Steps with compile=True are captured and replayed, on the CPU."""
-    fake = FakeCuda()
-    replacements = {"CUDAGraph": FakeGraph, "graph": fake.graph, "Event": FakeStream, "Stream": FakeStream}
+def pretend(fake: FakeCuda, graph: type, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    replacements = {"CUDAGraph": graph, "graph": fake.graph, "Event": FakeStream, "Stream": FakeStream}
     replacements |= {"stream": nullcontext, "current_stream": FakeStream, "synchronize": lambda: None}
+    replacements["graph_pool_handle"] = lambda: None
     # The device's own source is torch's global one here.
     own = SimpleNamespace(get_state=torch.get_rng_state, set_state=torch.set_rng_state)
     own.graphsafe_set_state = lambda other: torch.set_rng_state(other.get_state())
@@ -77,6 +113,21 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(_graph, "_pinned", lambda size: torch.zeros(size, dtype=torch.float64))
     monkeypatch.setattr(likelihoods, "_capturing", lambda values: fake.busy)
-    for runner in (GraphRunner, LoopRunner):
-        monkeypatch.setattr(runner, "_declined", lambda self, _, ask=runner._declined: ask(self, torch.device("cuda")))
+    for module in (_graph_runner, _graph_loop):
+        monkeypatch.setattr(module, "has_graphs", lambda device: True)
+    return fake
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Steps with compile=True are captured and replayed, on the CPU."""
+    return pretend(FakeCuda(), FakeGraph, monkeypatch)
+
+
+@pytest.fixture
+def taped(monkeypatch: pytest.MonkeyPatch) -> TapedCuda:
+    """The same with graphs that are memory and operations alone: slower, and as forgetful as on a device."""
+    monkeypatch.setattr(F, "one_hot", one_hot)
+    fake = pretend(TapedCuda(), TapedGraph, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)
     return fake

@@ -59,7 +59,27 @@ def test_a_good_start_makes_one_graph_of_the_step(cuda):
     assert cuda.replayed == ["whole"] * 3
 
 
-def test_a_bad_start_is_repeated_in_halves_on_the_same_draws(cuda):
+def test_a_very_good_start_takes_fewer_products_and_a_worse_one_more(cuda):
+    vi, eager, state, batch = slowly(cuda)
+    cuda.ways.clear()
+    for seed in range(3):
+        state, info = compare(vi, eager, state, batch, seed)
+        assert 0.0 < float(info.residual) <= 1e-6
+    assert cuda.ways == ["once"] * 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(topk.TOLERANCE, torch.float32, float(info.residual) * 1e-2)
+        state, again = compare(vi, eager, state, batch, 3)  # not good enough, so it is repeated with more of them
+    assert cuda.ways == ["once"] * 4 + ["twice"]
+    assert cuda.replayed == ["whole"] * 5
+    assert 0.0 < float(again.residual) < 1e-2 * float(info.residual)
+    for seed in (4, 5):
+        state, _ = compare(vi, eager, state, batch, seed)
+    assert cuda.ways[5:] == ["twice"] * 2  # it takes more such steps now before fewer are tried again
+
+
+def test_a_bad_start_is_repeated_in_halves_on_the_same_draws(cuda, monkeypatch):
+    monkeypatch.setattr(_graph, "_WAYS", ("once", "twice"))
+    monkeypatch.setattr(_graph, "_MARGIN", 0.0)
     vi, eager, state, batch = slowly(cuda)
     state = replace(state, prec_factor=torch.zeros_like(state.prec_factor))
     state, info = compare(vi, eager, state, batch)
@@ -71,6 +91,8 @@ def test_a_bad_start_is_repeated_in_halves_on_the_same_draws(cuda):
 
 def test_after_a_failure_the_whole_is_left_alone_for_some_steps_and_tried_again(cuda, monkeypatch):
     monkeypatch.setattr(_graph, "_MOST_DOUBTS", 8)
+    monkeypatch.setattr(_graph, "_WAYS", ("once", "twice"))
+    monkeypatch.setattr(_graph, "_MARGIN", 0.0)
     vi, eager, state, batch = slowly(cuda)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_graph, "_TILT", -1.0)  # nothing is good enough
@@ -139,7 +161,7 @@ def test_inputs_that_are_not_finite_are_refused_and_leave_the_state(cuda, bad, d
     generators = source(), source()
     for method, generator in zip((eager, vi), generators, strict=True):
         with pytest.raises(slangvi.NumericalError, match=REFUSED[bad]):
-            method.update(state, spoilt(batch, bad), generator=generator)
+            steps(method, state, [spoilt(batch, bad)], generator)[0].loc.sum()
     assert torch.equal(generators[0].get_state(), generators[1].get_state())
     assert_usable(vi, eager, state, batch)
 
@@ -166,7 +188,7 @@ def test_steps_that_overflow_are_refused_by_name_and_leave_the_state(cuda, what)
     state, _ = steps(vi, state, [usual] * 5, source())
     for method in (eager, vi):
         with pytest.raises(slangvi.NumericalError, match=f"step 6: {what} of parameter 'first.weight' is not finite"):
-            method.update(state, wrong, generator=source())
+            steps(method, state, [wrong], source())[0].loc.sum()
     assert bool(state.loc.isfinite().all())
     if what == "the gradient":
         assert_usable(vi, eager, state, usual)

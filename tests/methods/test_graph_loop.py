@@ -12,46 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import replaying
 import slangvi
 from optimizing import flat
-from replaying import N, Net, assert_same_state, problem, relative
+from replaying import N, Net, assert_agree, draw_and_step, optimizer, pair, problem, relative, words
 from slangvi._steps import Prior
 from slangvi.grads import RowGroup
 from slangvi.grads.blocks import Formed, Outer, Rows
 from slangvi.methods import _graph_loop
-from slangvi.methods._graph_loop import LoopStep, _rebuilt, _surveyed
+from slangvi.methods._graph_loop import LoopStep
 from slangvi.methods._graph_runner import MOST_GRAPHS
-
-
-def optimizer(model, compiled, own=True, **options):
-    generator = torch.Generator().manual_seed(1) if own else None
-    defaults = {"num_data": N, "rank": 3, "lr": 0.02, "init_precision": 50.0, "generator": generator}
-    return slangvi.SLANG(model, compile=compiled, **(defaults | options))
-
-
-def draw_and_step(opt, batch, draws=2):
-    """One step; returns the weights that were drawn."""
-    seen = []
-    for _ in range(draws):
-        with opt.sampled_params(train=True):
-            opt.zero_grad()
-            seen.append(flat(opt.model))
-            F.cross_entropy(opt.model(batch[0]), batch[1]).backward()
-    opt.step()
-    return seen
-
-
-def pair(own=True, make=problem, **options):
-    """The same optimizer twice: eager, and replayed."""
-    (first, batch), (second, _) = make(), make()
-    return optimizer(first, False, own, **options), optimizer(second, True, own, **options), batch
-
-
-def assert_agree(eager, replayed, tolerance=1e-6):
-    assert_same_state(eager._state, replayed._state, tolerance)
-    for opt in (eager, replayed):
-        written = torch.cat([p.detach().flatten() for group in opt.param_groups for p in group["params"]])
-        assert torch.equal(written, opt._state.loc)
+from slangvi.methods._row_leaves import leaves_of, rebuilt
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4])
@@ -62,7 +33,7 @@ def test_replayed_steps_and_draws_equal_eager_ones(cuda, rank, dtype, own):
     random, tolerance = [], 1e-6 if dtype is torch.float32 else 1e-12
     for opt in (eager, replayed):
         torch.manual_seed(5)
-        random.append([draw_and_step(opt, batch) for _ in range(8)])
+        random.append([draw_and_step(opt, batch) for _ in range(12)])
         random.append(torch.get_rng_state() if opt.generator is None else opt.generator.get_state())
     assert_agree(eager, replayed, tolerance)
     for mine, other in zip(random[0], random[2], strict=True):
@@ -71,37 +42,35 @@ def test_replayed_steps_and_draws_equal_eager_ones(cuda, rank, dtype, own):
     a, b = eager.info, replayed.info
     assert (b.num_rows, b.rank_used, math.isnan(b.loss)) == (a.num_rows, a.rank_used, True)
     assert (b.kl, b.captured, float(b.total)) == pytest.approx((a.kl, a.captured, float(a.total)), rel=1e-5)
-    # The first step shows the shapes, the second is captured; six steps of two draws follow it.
-    assert cuda.captured.count("watch") == 1
+    # Passes 1, 2, 4, 8 and 16 are checked and the third is captured, so steps 3, 5, 6, 7, 9, 10, 11 and 12 are of
+    # replayed passes alone: the first of them shows the shapes, the second is captured, and draws follow on seven.
+    assert [cuda.captured.count(piece) for piece in ("go_forward", "go_back", "watch")] == [1, 1, 1]
+    assert cuda.replayed.count("go_forward") == cuda.replayed.count("go_back") == 24 - 5
     assert cuda.replayed.count("write_draw") == 12
     assert cuda.replayed.count("write_mean") == 7 + 12
-
-
-class Words(nn.Module):
-    """An embedding, a convolution over positions, and a layer used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.conv = nn.Embedding(9, 6), nn.Conv1d(6, 6, 3, padding=1)
-        self.twice, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, ids):
-        x = self.twice(torch.tanh(self.twice(self.table(ids))))
-        return self.head(torch.tanh(self.conv(x.transpose(1, 2))).mean(2))
-
-
-def words(seed=0):
-    torch.manual_seed(seed)
-    return Words(), (torch.randint(9, (30, 5)), torch.arange(30) % 3)
 
 
 def test_every_kind_of_block_is_replayed(cuda):
     eager, replayed, batch = pair(make=words)
     for opt in (eager, replayed):
-        for k in range(5):
+        for k in range(8):
             draw_and_step(opt, (batch[0].roll(k, 0), batch[1]), draws=1)
     assert_agree(eager, replayed)
-    assert "whole" in cuda.captured
+    # Rows of passes 1, 2, 4 and 8 come from hooks, those of 3, 5, 6 and 7 from a graph: either is captured when it
+    # comes again.
+    assert cuda.captured.count("watch") == 2
+    assert "whole" in cuda.replayed
+    assert cuda.replayed.count("write_mean") == 6 + 5
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: embeddings' rows go through torch.unique, which waits for the device")
+def test_steps_of_an_embedding_are_captured_without_waiting(taped):
+    eager, replayed, batch = pair(make=words)
+    for opt in (eager, replayed):
+        for _ in range(3):
+            draw_and_step(opt, batch, draws=1)
+    assert_agree(eager, replayed)
+    assert "watch" in taped.captured
 
 
 def test_dropout_and_closures_go_on_as_before(cuda):
@@ -115,21 +84,24 @@ def test_dropout_and_closures_go_on_as_before(cuda):
             loss.backward()
             return loss
 
-        losses = [float(opt.step(closure)) for _ in range(5)]
+        losses = [float(opt.step(closure)) for _ in range(7)]
         assert opt.info.loss == pytest.approx(N * losses[-1], rel=1e-5)
     assert_agree(eager, replayed)
-    assert cuda.replayed
+    assert cuda.replayed.count("go_back") == 21 - 5
+    assert "write_draw" in cuda.replayed
 
 
 def test_rates_may_change_and_shapes_alternate(cuda):
     eager, replayed, (x, y) = pair()
     for opt in (eager, replayed):
         sched = slangvi.inverse_time(opt, decay=0.6)
-        for size in (40, 40, 33, 40, 33, 40, 17, 40):
+        for size in (40, 40, 33, 40, 33, 40, 17, 40, 33, 40, 33, 40):
             draw_and_step(opt, (x[:size], y[:size]))
             sched.step()
     assert_agree(eager, replayed)
-    assert cuda.captured.count("watch") == 2  # a last batch seen once is not worth a graph
+    # A last batch seen once is not worth a graph, neither of its passes nor of its step.
+    assert cuda.captured.count("go_forward") == cuda.captured.count("watch") == 2
+    assert [graph.rows[0].num_rows for graph in replayed._graphs.graphs.values()] == [33, 40]
 
 
 def test_the_latest_few_graphs_are_kept(cuda):
@@ -137,18 +109,35 @@ def test_the_latest_few_graphs_are_kept(cuda):
     sizes = (40, 39, 38, 37, 36, 35)
     for opt in (eager, replayed):
         for size in sizes * 2 + sizes[:1]:
-            draw_and_step(opt, (x[:size], y[:size]), draws=1)
+            draw_and_step(opt, (x[:size], y[:size]), draws=1, call=lambda model, x: model(x=x))
     assert_agree(eager, replayed)
+    assert [graph.rows[0].num_rows for graph in replayed._graphs.graphs.values()] == [37, 36, 35, 40]
     assert len(replayed._graphs.graphs) == MOST_GRAPHS
     assert cuda.captured.count("watch") == 7
+    assert "go_forward" not in cuda.captured  # only calls with one argument and no keywords are
+
+
+def test_passes_of_shapes_that_take_turns_do_not_push_each_other_out(cuda):
+    eager, replayed, (x, y) = pair()
+    sizes = (40, 39, 38, 37, 36, 35)
+    for opt in (eager, replayed):
+        for size in sizes * 5:
+            draw_and_step(opt, (x[:size], y[:size]), draws=1)
+    assert_agree(eager, replayed)
+    assert [len(known.x) for known in replayed._passes.passes.values()] == list(sizes[:MOST_GRAPHS])
+    assert cuda.captured.count("go_forward") == cuda.captured.count("go_back") == MOST_GRAPHS
 
 
 def test_shapes_seen_long_ago_are_forgotten(cuda, monkeypatch):
     monkeypatch.setattr(_graph_loop, "_MOST_SEEN", 1)
     eager, replayed, (x, y) = pair()
     for opt in (eager, replayed):
-        for size in (40, 39, 38, 37, 40, 40):
+        for size in (40, 39, 38, 37, 40):
             draw_and_step(opt, (x[:size], y[:size]), draws=1)
+    assert "watch" not in cuda.captured
+    for opt in (eager, replayed):
+        for _ in range(5):
+            draw_and_step(opt, (x, y), draws=1)
     assert_agree(eager, replayed)
     assert cuda.captured.count("watch") == 1
 
@@ -159,15 +148,16 @@ def test_gradients_that_are_not_finite_are_refused_and_leave_everything(cuda, ba
     broken = x.clone()
     broken[3, 1] = bad
     for opt in (eager, replayed):
-        for _ in range(4):
-            draw_and_step(opt, (x, y))
-        before = flat(opt.model)
-        with pytest.raises(slangvi.NumericalError, match=r"step 5: the gradient of parameter 'first.weight'"):
-            draw_and_step(opt, (broken, y))
+        for _ in range(6):
+            draw_and_step(opt, (x, y), draws=1)
+        before, done = flat(opt.model), len(cuda.replayed)
+        with pytest.raises(slangvi.NumericalError, match=r"step 7: the gradient of parameter 'first.weight'"):
+            draw_and_step(opt, (broken, y), draws=1)
         assert torch.equal(flat(opt.model), before)
-        assert opt._state.step == 4
+        assert opt._state.step == 6
+        assert ("watch" in cuda.replayed[done:]) == (opt is replayed)
         for _ in range(3):
-            draw_and_step(opt, (x, y))
+            draw_and_step(opt, (x, y), draws=1)
     assert_agree(eager, replayed)
 
 
@@ -222,12 +212,13 @@ def test_changes_between_steps_are_taken_over(cuda, change):
         for model, compiled, group in zip((first, second), (False, True), chosen, strict=True)
     )
     for opt in (eager, replayed):
-        for _ in range(4):
+        for _ in range(6):
             draw_and_step(opt, batch)
         CHANGES[change](opt)
-        for _ in range(3):
+        for _ in range(5):
             draw_and_step(opt, batch)
     assert_agree(eager, replayed)
+    assert "write_draw" in cuda.replayed
 
 
 @pytest.mark.parametrize(
@@ -236,15 +227,17 @@ def test_changes_between_steps_are_taken_over(cuda, change):
 def test_copies_have_graphs_of_their_own(cuda, duplicate):
     eager, replayed, batch = pair()
     for opt in (eager, replayed):
-        for _ in range(3):
+        for _ in range(6):
             draw_and_step(opt, batch)
     twin = duplicate(replayed)
     assert "_graphs" not in twin.__dict__
+    assert "_passes" not in twin.__dict__
     for opt in (eager, replayed, twin):
-        for _ in range(3):
+        for _ in range(6):
             draw_and_step(opt, batch)
     assert_agree(eager, twin)
     assert_agree(eager, replayed)
+    assert cuda.captured.count("go_back") == cuda.captured.count("write_draw") == 2
 
 
 def test_a_capture_that_fails_is_named_once_and_leaves_the_optimizer_working(cuda, monkeypatch):
@@ -262,15 +255,15 @@ def test_a_capture_that_fails_is_named_once_and_leaves_the_optimizer_working(cud
         torch.manual_seed(5)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for _ in range(4):
+            for _ in range(7):
                 draw_and_step(opt, batch)
         random.append(torch.get_rng_state())
     assert len(caught) == 1
     assert "could not be captured (ValueError: not while capturing)" in str(caught[0].message)
-    assert caught[0].filename == __file__
-    assert_agree(eager, replayed, 0.0)
+    assert caught[0].filename == replaying.__file__
+    assert_agree(eager, replayed)
     assert torch.equal(*random)
-    assert not cuda.replayed
+    assert set(cuda.replayed) == {"go_forward", "go_back"}  # the passes, but no step
 
 
 def test_without_a_gpu_compiling_warns_once_and_changes_nothing():
@@ -278,7 +271,7 @@ def test_without_a_gpu_compiling_warns_once_and_changes_nothing():
     draw_and_step(eager, batch)
     with pytest.warns(UserWarning, match="compile=True has no effect: parameters are on cpu") as caught:
         draw_and_step(compiled, batch)
-    assert caught[0].filename == __file__
+    assert caught[0].filename == replaying.__file__
     for opt in (eager, compiled):
         for _ in range(2):
             draw_and_step(opt, batch)  # warnings are errors
@@ -304,9 +297,9 @@ def rows_of_all_kinds():
 
 def test_rows_are_rebuilt_over_copies_that_share_what_was_shared():
     group = rows_of_all_kinds()
-    signature, found = _surveyed([group])
+    signature, found = leaves_of([group])
     copies = {key: leaf.clone() for key, leaf in found.items()}
-    new = _rebuilt(group, copies)
+    new = rebuilt(group, copies)
     assert (new.num_rows, new.scale) == (4, 2.0)
     for name, block in group.blocks.items():
         assert type(new.blocks[name]) is type(block)
@@ -317,7 +310,7 @@ def test_rows_are_rebuilt_over_copies_that_share_what_was_shared():
     for leaf in copies.values():
         leaf.zero_()
     assert not any(bool(block.form().any()) for block in new.blocks.values())
-    assert signature == _surveyed([rows_of_all_kinds()])[0]
+    assert signature == leaves_of([rows_of_all_kinds()])[0]
 
 
 @pytest.mark.parametrize("change", ["scale", "rows", "dtype", "shared", "layout", "kind", "name", "totals"])
@@ -339,9 +332,9 @@ def test_rows_of_another_make_do_not_fit(change):
         totals = {"w": torch.zeros(3, 2)} if change == "totals" else {}
         return RowGroup(R, blocks, totals, 2.0 if change == "scale" else 1.0)
 
-    assert _surveyed([group()])[0] == _surveyed([group()])[0]
-    assert _surveyed([group()])[0] != _surveyed([group(change)])[0]
-    assert _surveyed([group()])[0] != _surveyed([group(), group()])[0]
+    assert leaves_of([group()])[0] == leaves_of([group()])[0]
+    assert leaves_of([group()])[0] != leaves_of([group(change)])[0]
+    assert leaves_of([group()])[0] != leaves_of([group(), group()])[0]
 
 
 def test_priors_are_told_apart_while_their_graph_lives(cuda):

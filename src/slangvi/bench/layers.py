@@ -57,6 +57,7 @@ def contenders(problem: Problem, device: str) -> list[Contender]:
         *own.compiled(problem, RANK),
         own.functional(problem, RANK, DENSE, engine="dense"),
         own.loop(problem, RANK),
+        *own.compiled_loop(problem, RANK),
     ]
 
 

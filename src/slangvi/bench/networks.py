@@ -52,10 +52,11 @@ class Problem:
 
 
 def vectors(build: Callable[[], nn.Module], batch: int, inputs: int, classes: int, draws: int, device: str) -> Problem:
-    """Random vectors with random classes."""
+    """Vectors around a centre for each class: without it all directions would matter alike, which they never do."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.rand(batch, inputs, generator=generator)
+    centres = torch.rand(classes, inputs, generator=generator)
     y = torch.randint(classes, (batch,), generator=generator)
+    x = 0.5 * (centres[y] + torch.rand(batch, inputs, generator=generator))
     return Problem.of(build, x.to(device), y.to(device), draws)
 
 

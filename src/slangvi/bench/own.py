@@ -23,7 +23,8 @@ _RATES: dict[str, Any] = {"lr": 0.002, "init_precision": 1e4}  # the paper's sch
 
 def functional(problem: Problem, rank: int, name: str = FUNCTIONAL, **options: Any) -> Contender:
     """`slang.build(...).update`, with further options of `build`."""
-    return Contender(name, partial(_functional, problem, rank, **options), {"L": rank}, warmup=_warmup(problem))
+    warmup = _warmup(problem, options.get("compile", False))
+    return Contender(name, partial(_functional, problem, rank, **options), {"L": rank}, warmup=warmup)
 
 
 def compiled(problem: Problem, rank: int) -> list[Contender]:
@@ -33,7 +34,7 @@ def compiled(problem: Problem, rank: int) -> list[Contender]:
 
 def loop(problem: Problem, rank: int) -> Contender:
     """`SLANG` in a loop of one's own."""
-    return Contender(LOOP, partial(_loop, problem, rank), {"L": rank}, warmup=_warmup(problem))
+    return Contender(LOOP, partial(_loop, problem, rank), {"L": rank}, warmup=_warmup(problem, False))
 
 
 def compiled_loop(problem: Problem, rank: int) -> list[Contender]:
@@ -41,13 +42,13 @@ def compiled_loop(problem: Problem, rank: int) -> list[Contender]:
     if not problem.x.is_cuda:
         return []
     make = partial(_loop, problem, rank, compile=True)
-    return [Contender(COMPILED_LOOP, make, {"L": rank}, warmup=_warmup(problem))]
+    return [Contender(COMPILED_LOOP, make, {"L": rank}, warmup=_warmup(problem, True))]
 
 
-def _warmup(problem: Problem) -> int:
+def _warmup(problem: Problem, compiled: bool) -> int:
     """The first steps are checked, and their eigenproblem has no good start yet; large networks are spared the wait."""
     size = sum(param.numel() for param in problem.model().parameters())
-    return WARMUP if size > _LARGE else (50 if problem.x.is_cuda else 12)
+    return WARMUP if size > _LARGE else (100 if compiled else 12)
 
 
 def _functional(problem: Problem, rank: int, **options: Any) -> Step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,12 +19,24 @@ from slangvi.grads.replay import Replay, call_tolerance
 from slangvi.grads.rules import find_rule
 from slangvi.types import Params, ParamSpec
 
-__all__ = ["Assembler", "Engine", "outside_frames"]
+__all__ = ["Assembler", "Engine", "Uses", "called_twice", "outside_frames"]
 
 Engine = Literal["factored", "dense"]
 Signature = tuple[object, ...]
 # Models that take another path every time would fill the memory with patterns.
 _MOST_PATTERNS = 512
+
+
+@dataclass
+class Uses:
+    """How often a pattern of calls was seen."""
+
+    count: int = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether the next one is the 1st, the 2nd, the 4th and so on."""
+        return self.count & (self.count + 1) == 0
 
 
 class Assembler:
@@ -63,10 +76,12 @@ class Assembler:
         self.verify = verify
         self.memory_limit = memory_limit
         self._plans: dict[Signature, frozenset[str]] = {}
-        self._seen: dict[Signature, int] = {}
+        self._seen: dict[Signature, Uses] = {}
         self._probe_source = torch.Generator().manual_seed(0)
         self.rules_sufficed = False  # whether the last pass needed nothing but rules
+        self.rules_failed = False  # whether some pass needed more, since somebody looked and took this back
         self.check_next = False  # ask for a check of the next pass out of turn
+        self.latest = Uses()  # of the pattern of the last pass
         self._held_in: dict[str, dict[str, str]] = {}
 
     def assemble(self, backward: Backward, values: Params, num_examples: int | None = None) -> RowGroup:
@@ -80,34 +95,44 @@ class Assembler:
         count = num_examples if num_examples is not None else _count_examples(backward)
         if count == 0:
             raise ValueError("the batch is empty: a step needs at least one example. Skip empty batches.")
-        due = self._due(backward, count)
-        plan = self._plan(backward, values, count, due)
+        signature = _signature(backward, count)
+        due = self._due(backward, signature)
+        plan = self._plan(backward, values, count, due, signature)
         blocks = self._blocks(backward, values, count, plan)
         if due:
             blocks |= self._reconciled(blocks, backward, values, count)
         return RowGroup(count, blocks, {name: total.to(self.dtype) for name, total in backward.totals.items()})
 
-    def _due(self, backward: Backward, count: int) -> bool:
-        """Whether this pass is to be checked: it is finite, and the 1st, 2nd, 4th, … of its pattern."""
-        if not self.verify:
+    def unchecked(self, uses: Uses) -> bool:
+        """Count a pass that is recorded elsewhere, unless a check is due and it has to be recorded here.
+
+        Args:
+            uses: what `latest` was after a pass of its pattern that was recorded here.
+        """
+        if self.verify and (self.check_next or uses.due):
             return False
-        signature = _signature(backward, count)
-        seen = self._seen.get(signature, 0) + 1
-        due = self.check_next or seen & (seen - 1) == 0
-        self.check_next = False
-        if due and not all(bool(torch.isfinite(total).all()) for total in backward.totals.values()):
-            return False  # NaN proves nothing; the step will refuse it, and the next pass is checked
+        uses.count += 1
+        return True
+
+    def _due(self, backward: Backward, signature: Signature) -> bool:
+        """Whether this pass is to be checked: it is finite, and the 1st, 2nd, 4th, … of its pattern."""
         if len(self._seen) > _MOST_PATTERNS:
             self._seen.clear()
             self._plans.clear()
-        self._seen[signature] = seen
+        uses = self.latest = self._seen.setdefault(signature, Uses())
+        if not self.verify:
+            return False
+        due = self.check_next or uses.due
+        self.check_next = False
+        if due and not all(bool(torch.isfinite(total).all()) for total in backward.totals.values()):
+            return False  # NaN proves nothing; the step will refuse it, and the next pass is checked
+        uses.count += 1
         return due
 
-    def _plan(self, backward: Backward, values: Params, count: int, due: bool) -> frozenset[str]:
+    def _plan(self, backward: Backward, values: Params, count: int, due: bool, signature: Signature) -> frozenset[str]:
         """Parameters to be served by the whole model: all for the dense engine, else what the checks found."""
         if self.engine == "dense":
             return frozenset(self.spec.names)
-        signature = _signature(backward, count)
         known = self._plans.get(signature, frozenset())
         if due:
             known |= self._distrusted(backward, values, count, known)
@@ -151,6 +176,7 @@ class Assembler:
         left = [name for name in trusted if name not in blocks and name not in spoilt]
         blocks |= self._by_modules(backward, values, left, count)
         self.rules_sufficed = len(blocks) == len(wanted) and not left
+        self.rules_failed |= not self.rules_sufficed
         left = [name for name in wanted if name not in blocks]
         if left:
             blocks |= self._by_model(backward, values, left, count)
@@ -309,11 +335,7 @@ def _count_examples(backward: Backward) -> int:
     """M: the batch of the whole model's call, or of every recorded call when the model was called in parts."""
     whole = [call for call in backward.cotangents if call.name == ""]
     if len(whole) > 1:
-        raise UnsupportedModuleError(
-            f"the model was called {len(whole)} times for one backward pass, and it cannot be told whether these are "
-            "new examples or the same ones. New examples: call backward once per batch. The same ones (pairs, views): "
-            "make the calls inside a module of your own and give that one to the optimizer."
-        )
+        raise called_twice(len(whole))
     counts = {x.shape[0] for call in whole if (x := call.first_tensor) is not None}
     if not counts:
         counts = {g.shape[0] for grads in backward.cotangents.values() for g in grads.values() if g.ndim}
@@ -323,6 +345,15 @@ def _count_examples(backward: Backward) -> int:
             "the model on the batch as a whole with the batch as first dimension, and call backward once per batch."
         )
     return counts.pop()
+
+
+def called_twice(count: int) -> UnsupportedModuleError:
+    """What is said when one backward pass goes through several calls of the model."""
+    return UnsupportedModuleError(
+        f"the model was called {count} times for one backward pass, and it cannot be told whether these are new "
+        "examples or the same ones. New examples: call backward once per batch. The same ones (pairs, views): make the "
+        "calls inside a module of your own and give that one to the optimizer."
+    )
 
 
 def _signature(backward: Backward, count: int) -> Signature:

@@ -103,12 +103,14 @@ class Backward:
         inner: for calls with several outputs, the same with what arrived from inside the module included.
         totals: canonical parameter name → gradient of the loss, as autograd added it up.
         accumulated: whether it was a `backward()`, which adds to p.grad, and not a `torch.autograd.grad`.
+        replayed: rows of calls that were replayed from a graph, which has recorded them by itself.
     """
 
     cotangents: dict[Call, dict[int, Tensor]] = field(default_factory=dict)
     inner: dict[Call, dict[int, Tensor]] = field(default_factory=dict)
     totals: dict[str, Tensor] = field(default_factory=dict)
     accumulated: bool = False
+    replayed: list[Any] = field(default_factory=list)
 
     def absorb(self, other: Backward) -> None:
         """Add a second pass through the same graph: the same examples, one more loss term."""

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
-from slangvi.grads.assemble import Assembler, Engine
+from slangvi.grads.assemble import Assembler, Engine, called_twice
 from slangvi.grads.blocks import Settle, as_it_is
 from slangvi.grads.calls import Backward, Call, Surroundings
 from slangvi.grads.factored import RowGroup
@@ -22,7 +23,7 @@ from slangvi.grads.rules import find_rule
 from slangvi.grads.rules.embedding import check_embedding
 from slangvi.types import Params, ParamSpec
 
-__all__ = ["GradientCapture"]
+__all__ = ["GradientCapture", "foreign_hooks"]
 
 
 class GradientCapture:
@@ -40,6 +41,8 @@ class GradientCapture:
         leaf_totals: also record the gradients that reach the model's own parameters.
         memory_limit: bytes that rows in the making may take when a module is called again.
         settle: (name, block) → the same gradients in the form they are to be kept in.
+        replayable: note what it takes to call modules again, and copy data that may be overwritten before the step;
+            without it rules have to suffice.
     """
 
     def __init__(
@@ -52,29 +55,53 @@ class GradientCapture:
         leaf_totals: bool = True,
         memory_limit: int | None = None,
         settle: Settle = as_it_is,
+        replayable: bool = True,
     ) -> None:
         self.model = model
+        self.replayable = replayable
+        self.replayed_output: Tensor | None = None  # of a call that was replayed, and is not to be noted
+        self.announcer: object = None  # what stands in for the model's forward, and calls `note_surroundings("")`
         self.assembler = Assembler(model, spec, dtype, engine, verify, memory_limit, settle)
         self.active = False
         self._backwards: dict[int, Backward] = {}
         self._before: dict[str, Surroundings] = {}
         self._snapshots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.modules = _recorded_modules(model, spec)
-        params = {spec.canonical[n]: p for n, p in model.named_parameters() if n in spec.canonical}
-        handles = []
+        self._leaves = {spec.canonical[n]: p for n, p in model.named_parameters() if n in spec.canonical}
+        handles: list[Any] = []
+        self._leaf_handles: list[Any] = []
         for name, module in self.modules.items():
             hook = _ForwardHook(weakref.ref(self), name)
             handles.append(module.register_forward_pre_hook(_PreHook(weakref.ref(self), name)))
             handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        for name, param in params.items():
-            if leaf_totals:
-                handles.append(param.register_hook(partial(_store_total, weakref.ref(self), name)))
-                handles.append(param.register_post_accumulate_grad_hook(partial(_confirm, weakref.ref(self))))
-        self._finalizer = weakref.finalize(self, _remove, handles)
+        self._leaf_totals = leaf_totals
+        self.listen_at_leaves(leaf_totals)
+        self._finalizer = weakref.finalize(self, _remove, handles, self._leaf_handles)
 
     def close(self) -> None:
         """Remove the hooks."""
         self._finalizer()
+
+    def listen_at_leaves(self, wanted: bool) -> None:
+        """Record (or do not) the gradients that reach the model's own parameters; each of these hooks takes time.
+
+        They come back by themselves with the next call that is noted.
+        """
+        if wanted == bool(self._leaf_handles):
+            return
+        if wanted:
+            for name, param in self._leaves.items():
+                total, confirm = partial(_store_total, weakref.ref(self), name), partial(_confirm, weakref.ref(self))
+                others = list((param._backward_hooks or {}).items())
+                self._leaf_handles.append(param.register_hook(total))
+                hooks: Any = param._backward_hooks
+                for key, hook in others:  # behind ours again: they may have been added meanwhile
+                    del hooks[key]
+                    hooks[key] = hook
+                self._leaf_handles.append(param.register_post_accumulate_grad_hook(confirm))
+        elif not any(_others_listen(param) for param in self._leaves.values()):
+            _remove(self._leaf_handles)
+            self._leaf_handles.clear()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -82,15 +109,22 @@ class GradientCapture:
         check_model(self.model)
         self._backwards.clear()
         self._before.clear()
-        self.active = True
         try:
-            yield
+            with self.listening():
+                yield
         except BaseException:
             self._backwards.clear()
             self.forget_inputs()
             raise
+
+    @contextmanager
+    def listening(self, active: bool = True) -> Iterator[None]:
+        """The hooks write (or do not write) inside the block, beside what they have written."""
+        before, self.active = self.active, active
+        try:
+            yield
         finally:
-            self.active = False
+            self.active = before
 
     def collect(self, values: Params, totals: Params | None = None, num_examples: int | None = None) -> list[RowGroup]:
         """Per-example gradients of the passes recorded, one group for each.
@@ -104,22 +138,29 @@ class GradientCapture:
         if totals is not None and passes:
             passes[-1].totals, passes[-1].accumulated = dict(totals), True
         # torch.autograd.grad passes through the same hooks, but is no training signal: it leaves p.grad alone.
-        reached = _merged([backward for backward in passes if backward.accumulated and backward.totals])
+        reached = _merged([b for b in passes if b.replayed or (b.accumulated and b.totals)])
         if not reached:
             self.forget_inputs()
         for backward in reached:
+            if backward.replayed and (backward.cotangents or len(backward.replayed) > 1):
+                raise called_twice(len(backward.replayed) + sum(call.name == "" for call in backward.cotangents))
+            if backward.replayed:
+                continue
             if not backward.cotangents or any(call.recomputed for call in backward.cotangents):
                 raise UnsupportedModuleError(
                     "gradients reached the parameters, but not through a recorded call of the model. Run forward and "
                     "backward inside the same block, on this model, without reentrant checkpointing "
                     "(use_reentrant=False works)."
                 )
-        return [self.assembler.assemble(backward, values, num_examples) for backward in reached]
+        return [b.replayed[0] if b.replayed else self.assembler.assemble(b, values, num_examples) for b in reached]
 
-    def note_surroundings(self, name: str) -> None:
+    def note_surroundings(self, name: str, announced: bool = False) -> None:
         """Before a call that may have to be made again: autocast and the random state."""
         module = self.modules[name]
-        if name == "" or find_rule(module) is None:
+        announcer = None if announced or name else self.announcer
+        if announcer is not None and self.model.__dict__.get("forward") is announcer:
+            return
+        if self.replayable and (name == "" or find_rule(module) is None):
             device = next(iter(self.model.parameters())).device
             self._before[name] = Surroundings.now(device)
 
@@ -132,7 +173,7 @@ class GradientCapture:
 
         Activations inside the graph need none: autograd itself watches over them.
         """
-        if not isinstance(value, Tensor) or not value.is_leaf:
+        if not isinstance(value, Tensor) or not value.is_leaf or not self.replayable:
             return value
         if value.layout is not torch.strided or value.is_nested:
             return value.detach().clone()
@@ -152,6 +193,11 @@ class GradientCapture:
         Where a module has several outputs, one may be computed from another inside it, and the gradient that reaches
         the latter from inside is not the loss's own. Such outputs are handed on as aliases, and the aliases are asked.
         """
+        mine, self.replayed_output = self.replayed_output, None
+        if mine is not None and output is mine:
+            return output
+        if self._leaf_totals and not self._leaf_handles:
+            self.listen_at_leaves(True)
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             args = (self.snapshot(args[0]),)  # the usual case, without walking a tree
         else:
@@ -222,6 +268,21 @@ class _ForwardHook(_Hook):
         return output if owner is None else owner.note_call(self.name, args, kwargs, output)
 
 
+def foreign_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that are not ours, which somebody wants to be called."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        if hooks and not all(isinstance(hook, _Hook) for hook in hooks.values()):
+            return True
+    return False
+
+
+def _others_listen(param: Tensor) -> bool:
+    """Whether a parameter has hooks that are not ours, which may change the gradient that ours are to see."""
+    return len(param._backward_hooks or ()) > 1
+
+
 def _store_cotangent(
     owner: weakref.ref[GradientCapture], call: Call, leaf: int, inner: bool, grad: Tensor | None
 ) -> None:
@@ -285,6 +346,6 @@ def _merged(backwards: list[Backward]) -> list[Backward]:
     return merged
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
+def _remove(*lists: list[Any]) -> None:
+    for handle in chain.from_iterable(lists):
         handle.remove()

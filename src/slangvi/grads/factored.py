@@ -22,8 +22,8 @@ class RowGroup:
     Args:
         num_rows: M.
         blocks: canonical parameter name → its gradients; a parameter that is not listed has zero gradient.
-        totals: canonical parameter name → Σ_r g_r as autograd computed it, same shape as the parameter; may be empty
-            for all groups, the blocks are then summed.
+        totals: canonical parameter name → Σ_r g_r as autograd computed it, same shape as the parameter; may be empty,
+            the blocks are then summed.
         scale: what all of them are to be multiplied by.
     """
 
@@ -189,6 +189,9 @@ def _stack_named(name: str, groups: Sequence[RowGroup], memo: Memo) -> Block | N
 
 
 def _sum_totals(groups: Sequence[RowGroup]) -> dict[str, Tensor]:
+    """What autograd added up; nothing when some group does not know."""
+    if not all(group.totals for group in groups):
+        return {}
     totals: dict[str, Tensor] = {}
     for group in groups:
         for name, total in group.totals.items():

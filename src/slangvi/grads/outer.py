@@ -13,6 +13,10 @@ from slangvi.grads.base import CACHE_BYTES, CHUNK_BYTES, Block, add_product
 __all__ = ["Outer"]
 
 
+# Entries of a parameter up to which products with several columns are one product.
+_FEW = 1 << 14
+
+
 @dataclass(frozen=True)
 class Outer(Block):
     """Sums of outer products, g_r = Σ_t δ_rt ⊗ a_rt, never formed: linear and convolution weights.
@@ -116,7 +120,7 @@ class Outer(Block):
         for g in range(G):
             for start in range(0, len(rows), width):
                 part = slice(start, start + width)
-                seen = (right[g] @ table[part, g].mT).unflatten(1, (-1, T))
+                seen = self._seen_by(table[part, g], right[g]).unflatten(1, (-1, T))
                 result[part] += _contracted(left[:, :, g], seen)
         return result.mT
 
@@ -130,7 +134,22 @@ class Outer(Block):
             for start in range(0, len(onto), width):
                 part = slice(start, start + width)
                 mixed = _mixed(by_draw[..., part], left[:, :, g]).flatten(1, 2)
-                add_product(table[part, g], mixed.mT, right[g].expand(len(mixed), -1, -1))
+                if self._at_once(len(mixed)):
+                    table[part, g] += (mixed.transpose(0, 1).flatten(1).mT @ right[g]).unflatten(0, (-1, O))
+                else:
+                    add_product(table[part, g], mixed.mT, right[g].expand(len(mixed), -1, -1))
+
+    def _at_once(self, columns: int) -> bool:
+        """Whether a GPU is quicker with one product for all columns, copied together, than with one for each."""
+        _, _, _, O, I = self.sizes  # noqa: E741
+        return columns > 1 and O * I <= _FEW and self.left.device.type != "cpu"
+
+    def _seen_by(self, columns: Tensor, right: Tensor) -> Tensor:
+        """C_k a for (K, O, I) and (R·T, I), (K, R·T, O)."""
+        if not self._at_once(len(columns)):
+            return right @ columns.mT
+        seen: Tensor = (right @ columns.flatten(0, 1).mT).unflatten(1, columns.shape[:2])
+        return seen.transpose(0, 1)
 
     @property
     def num_params(self) -> int:
@@ -171,8 +190,6 @@ def _contracted(left: Tensor, seen: Tensor) -> Tensor:
     """Σ_to δ_srto · seen_krto for one group, (K, S·R/S)."""
     if left.device.type == "cpu":  # few columns at a time, see `_columns`: plain products beat many tiny matrices
         return torch.stack([(left * column).sum((-2, -1)).flatten() for column in seen])
-    if len(left) == 1:
-        return seen.mul_(left).sum((-2, -1))
     return torch.einsum("srto,krto->ksr", left, seen).flatten(1)
 
 

@@ -318,7 +318,7 @@ def _lift(rows: Tensor, inner: Tensor) -> Tensor:
     if rows.ndim == 2 and inner.ndim > 1:
         return mix(inner, rows)
     if rows.ndim == 2:
-        return inner @ rows
+        return inner * rows[0] if len(rows) == 1 else inner @ rows
     if inner.ndim == rows.ndim:
         return mix(inner.movedim(0, -2), rows).movedim(-2, 0)
     return (inner.unsqueeze(-2) @ rows).squeeze(-2)

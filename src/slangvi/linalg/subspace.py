@@ -102,11 +102,16 @@ def pursued(apply: Apply, block: Tensor, rounds: int) -> tuple[Tensor, Tensor, T
     for _ in range(rounds):
         block = _straightened(apply(apply(block)))
     image = apply(block)
-    small = block.mT @ image
+    small = _products(block, image)
     left = torch.linalg.vector_norm(image - block @ small, dim=0).amax()
-    tilt = (block.mT @ block - torch.eye(block.shape[1], dtype=block.dtype, device=block.device)).abs().amax()
+    tilt = (_products(block, block) - torch.eye(block.shape[1], dtype=block.dtype, device=block.device)).abs().amax()
     largest = small.diagonal().amax().clamp_min(torch.finfo(block.dtype).tiny)
     return block, small, torch.stack([left / largest, tilt])
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """AᵀB; for one column each a GPU's libraries take longer over it than over a large matrix."""
+    return (a * b).sum(-2, keepdim=True) if a.shape[-1] == b.shape[-1] == 1 else a.mT @ b
 
 
 def projected(apply: Apply, block: Tensor) -> Tensor:

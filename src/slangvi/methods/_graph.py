@@ -8,39 +8,50 @@ The step exists twice: as one graph, with a fixed number of products for the eig
 previous factor is a good start; and in two halves with the eigenproblem solved on the CPU between them, to any
 tolerance. The first is tried, and repeated the second way on the same draws when its residual or anything else is not
 as it should be. A few numbers a step come back to the CPU; with them come the checks, so a step that is not finite is
-refused as ever.
+refused as ever. They are waited for when the outcome is looked at, at the latest by the next step: until then Python
+runs beside the device.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slangvi._steps import Prior
 from slangvi.linalg import LowRankPrecision, krylov
 from slangvi.linalg.krylov import iteration_pays
+from slangvi.linalg.lowrank import column_squares, sums
 from slangvi.linalg.subspace import projected, pursued, ritz, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE, relative_residual
-from slangvi.methods._lowrank_step import Proposed, Rates, observe, shift, widen
+from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, drift, eigenproblem, shift, widen
 from slangvi.types import GradientOperator
 
-__all__ = ["Captured", "Numbers", "Outcome", "Setup"]
+__all__ = ["Captured", "Launched", "Numbers", "Outcome", "Setup", "aside", "capture_graph", "randomness_kept"]
 
 # Looks at the residual before the eigenproblem is left to the eager routes.
 _LOOKS = 3
-# Rounds of the eigenproblem when nothing may wait for the CPU, the lack of orthogonality allowed then, and the most
-# steps that are taken in halves after it has failed.
-_ROUNDS = 2
+# Steps in one go, by rounds of the eigenproblem; the lack of orthogonality allowed in them, and the most steps that are
+# taken in halves after all have failed.
+_WAYS = ("once", "twice", "thrice")
 _TILT = 1e-6
+# Share of the residual allowed that is aimed at when there is a choice.
+_MARGIN = 0.5
 _MOST_DOUBTS = 4
+# Share of the largest number within which the mean is known to stay finite, whatever is rounded on the way.
+_FAR = 1e-3
+Array = npt.NDArray[np.float64]
 
 
 class Numbers(NamedTuple):
@@ -82,6 +93,54 @@ class Outcome:
     graph: Captured
 
 
+class Launched:
+    """A step under way, or over.
+
+    Args:
+        graph: what runs it.
+        source: where its draws come from.
+        before: the source's state before them.
+        reload: calls `graph.load` with the state before the step.
+        check: `check(what, *vectors)` raises when a vector is not finite.
+    """
+
+    def __init__(
+        self,
+        graph: Captured,
+        source: torch.Generator,
+        before: Tensor,
+        reload: Callable[[], None],
+        check: Callable[..., None],
+    ) -> None:
+        self.graph, self.source, self.before, self.reload, self.check = graph, source, before, reload, check
+        self.tensors: Tensor | None = None
+        self._done: Outcome | None = None
+        self._error: Exception | None = None
+
+    def end(self, how: Callable[[Launched], Outcome]) -> None:
+        """Find out how it went; an error is kept until the outcome is asked for."""
+        try:
+            self._done = how(self)
+        except Exception as error:
+            self._error = error
+        self.tensors = None
+        del self.reload  # with it goes the state before
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known to have failed."""
+        return self._error is not None
+
+    def outcome(self) -> Outcome:
+        """How it went, once it is over; raises what a step that waits would have raised."""
+        if self.graph.running is self:
+            self.graph.finish()
+        if self._error is not None:
+            raise self._error
+        assert self._done is not None
+        return self._done
+
+
 class Setup(NamedTuple):
     """What every captured step starts from.
 
@@ -91,6 +150,7 @@ class Setup(NamedTuple):
         num_data: N over the temperature.
         momentum: γ.
         generator: source of the draws; None is the device's own.
+        pool: memory that is shared with graphs that never run at the same time.
     """
 
     state: Tensor
@@ -98,27 +158,33 @@ class Setup(NamedTuple):
     num_data: float
     momentum: float
     generator: torch.Generator | None
+    pool: Any
 
 
 class Captured(ABC):
     """The graphs of one step for one layout: everything but where the gradients come from."""
 
     def __init__(self, setup: Setup) -> None:
-        state, self.prior, self.num_data, self.momentum, generator = setup
+        state, self.prior, self.num_data, self.momentum, generator, pool = setup
+        self._pool = pool
         self._host: dict[str, Tensor] = {}
         self._doubts = self._failures = 0  # steps to be taken in halves before the whole is tried again
+        # Rounds of the eigenproblem, steps in a row that could have done with one less, and how many of them it takes.
+        self._rounds, self._good, self._patience, self._lowered = 2, 0, 1, False
         self.default = torch.cuda.default_generators[state.device.index or 0]
         self.gram_is_there = torch.cuda.Event(external=True)
+        self.running: Launched | None = None  # the latest step, as long as nobody knows how it went
         # Captured in place of the caller's, whose state is handed over and back: a capture that fails would leave it
         # unusable, and another one can be passed at the next step.
         self.generator = None if generator is None else torch.Generator(state.device)
         self.state = state.clone()
+        self.squares = column_squares(state[3:])  # of the factor's columns, which the step before has worked out
         self.rank = rank = len(state) - 3
         # Small numbers travel both ways through page-locked memory, inside the graphs.
         self.sent = _pinned(len(Numbers._fields) + rank + rank * rank)
-        self.sent[: len(Numbers._fields)] = 1.0
-        if rank:  # without it the slice would be all of them
-            self.sent[-rank * rank :] = torch.eye(rank).flatten()
+        self._sent = self.sent.numpy()
+        self._sent[: len(Numbers._fields)] = 1.0
+        self._send_root(np.ones(rank), np.eye(rank))
 
     @abstractmethod
     def gradients(self) -> tuple[GradientOperator, Tensor]:
@@ -136,89 +202,109 @@ class Captured(ABC):
 
     def capture(self) -> None:
         """Run everything once beside the graph, as CUDA asks for, then capture it; the random state is left alone."""
-        device, default = self.state.device, self.default
-        before = default.get_state()
-        try:
-            with torch.no_grad():
-                self._rehearse()
-                default.set_state(before)
-                self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
-                # `whole` first: what it leaves behind is not needed, and its memory goes to the others.
-                iterated = [self.whole, self.watch, self.again, self.move_along]
-                pieces = iterated if self.iterates else [self.watch]
-                for piece in (*pieces, self.move_to_given, *self.extra_pieces()):
-                    self._capture_one(piece)
-        except BaseException:
-            fresh = torch.Generator(device)
-            fresh.set_state(before)
-            default.graphsafe_set_state(fresh)
-            raise
-
-    def _capture_one(self, piece: Callable[[], None]) -> None:
-        graph = torch.cuda.CUDAGraph()
-        if self.generator is not None:
-            graph.register_generator_state(self.generator)
-        pool = next((known.pool() for known in self.graphs.values()), None)
-        with torch.cuda.graph(graph, pool=pool):
-            piece()
-        self.graphs[piece.__name__] = graph
+        with randomness_kept(self.state.device), torch.no_grad():
+            self._rehearse()
+            self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+            # In one go first: what that leaves behind is not needed, and its memory goes to the others.
+            iterated = [self.once, self.twice, self.thrice, self.watch, self.again, self.move_along]
+            pieces = iterated if self.iterates else [self.watch]
+            for piece in (*pieces, self.move_to_given, *self.extra_pieces()):
+                self.graphs[piece.__name__] = capture_graph(piece, self._pool, self.state.device, self.generator)
 
     def _rehearse(self) -> None:
-        """All pieces on a stream of their own: libraries set themselves up on first use."""
-        device = self.state.device
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        """All pieces beside the graphs: libraries set themselves up on first use."""
+        with aside(self.state.device):
             self.watch()
             rank, problem = self.rank, self.observed.problem
             self.vectors = self.state.new_zeros(problem.size, min(rank, problem.size), dtype=torch.float64)
             self.values = self.vectors.new_zeros(self.vectors.shape[1])
             self.inner = _pinned((1 + self.block.shape[1]) * rank) if self.iterates else _pinned(0)
-            kept = self.state.clone()
+            kept, squares = self.state.clone(), self.squares.clone()
             if self.iterates:
-                self.whole()
+                self.once()
                 self.watch()
                 self.again()
                 self.move_along()
             self.move_to_given()
             self.state.copy_(kept)
+            self.squares.copy_(squares)
             for piece in self.extra_pieces():
                 piece()
-        torch.cuda.current_stream(device).wait_stream(side)
 
     def observe(self) -> Tensor:
-        """Gradients and the eigenproblem; returns what shows whether all is finite."""
+        """Gradients and the eigenproblem; returns what shows whether all is finite. `add_up` is to follow."""
         numbers, _, _ = self.received()
         self.rates = Rates(numbers[0], numbers[1], None, self.momentum, numbers[2])
-        gradients, mean = self.gradients()
-        self.num_rows = gradients.num_rows
-        self.weight = self.num_data / gradients.num_rows
-        self.observed = observe(self.state[3:], gradients, self.weight, self.rates)
+        self.seen, mean = self.gradients()
+        self.num_rows = self.seen.num_rows
+        self.weight = self.num_data / self.num_rows
+        problem = eigenproblem(self.state[3:], self.seen, self.weight, self.rates)
+        self.observed = Observed(self.state[2], self.seen.square_sum(), problem)
         problem, rank = self.observed.problem, self.rank
         self.iterates = problem.route == "gram" and self.state.dtype in TOLERANCE and iteration_pays(problem.size, rank)
         # What is not finite in the gradients is not finite in their squares.
         return torch.stack([self.observed.squares.sum(), mean.to(self.state.dtype)]).to(torch.float64)
 
+    def add_up(self) -> None:
+        """The sum of the gradients, which only the mean needs."""
+        self.observed = self.observed._replace(total=self.seen.sum())
+
     def draw(self, count: tuple[int, ...]) -> Tensor:
         """Draws of the weights from the current state, (*count, P)."""
         _, roots, turns = self.received()
-        loc = self.state[0]
-        noise = torch.randn(*count, len(loc), generator=self.generator, dtype=loc.dtype, device=loc.device)
         precision = LowRankPrecision(self.state[3:], self.state[1], turns, turns)
         precision.__dict__["spectrum"] = (roots, turns)
-        return loc + precision.transform_noise(noise)
+        return precision.sample(count, self.generator, self.state[0])
 
-    def whole(self) -> None:
-        """The step in one go, trusting that the previous factor is a good start."""
+    def once(self) -> None:
+        """The step in one go, trusting that the previous factor is a very good start."""
+        self._in_one(1)
+
+    def twice(self) -> None:
+        """The same with more work, for a good start."""
+        self._in_one(2)
+
+    def thrice(self) -> None:
+        """The same with still more, for one that is not bad."""
+        self._in_one(3)
+
+    def _in_one(self, rounds: int) -> None:
         checks = self.observe()
         problem, rank = self.observed.problem, self.rank
         start = starting_block(problem.size, rank, rank, torch.float64, self.state.device, 0)
-        vectors, small, flaws = pursued(problem.apply, start, _ROUNDS)
-        self.move(small.diagonal(), vectors, torch.cat([checks, flaws, small.flatten()]))
+        vectors, small, flaws = pursued(problem.apply, start, rounds)
+        widened = self.widen(small.diagonal(), vectors)
+        precision = widened.precision
+        told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), precision.diag).to(torch.float64)
+        known = [told, self._reach(checks[0], told[0], precision.diag), checks, flaws, small.flatten()]
+        self.early = self._returned("early", torch.cat([*known, precision.gram.flatten()]))
+        self.gram_is_there.record()  # the CPU works on it while the rest runs
+        self.add_up()
+        loc, _, momentum = self.state[:3]
+        average, gradient = drift(loc, momentum, self.observed, self.weight, self.prior, self.rates)
+        self._keep(loc - self.rates.lr * precision.solve(gradient), average, widened)
+
+    def _reach(self, squares: Tensor, total: Tensor, diag: Tensor) -> Tensor:
+        """More than the mean moves, and than is met on the way: finite, it need not be waited for to know that it is.
+
+        ‖Σ_r g_r‖² ≤ R Σ_r ‖g_r‖², and P⁻¹ ≤ 1/min d.
+
+        Args:
+            squares: Σ_r ‖g_r‖².
+            total: trace of (1−β)UUᵀ + βĜ.
+            diag: d⁺, (P,).
+        """
+        loc, _, momentum = self.state[:3]
+        pull = torch.linalg.vector_norm(self.prior.precision * (loc - self.prior.mean))
+        push = self.weight * (self.num_rows * squares).sqrt() + torch.linalg.vector_norm(momentum)
+        reach = self.rates.lr * (push / self.rates.correction + pull) / diag.amin() * (1 + total.sqrt())
+        bound: Tensor = reach.to(torch.float64).unsqueeze(0)
+        return bound
 
     def watch(self) -> None:
         """The first half: up to what the CPU needs to solve the eigenproblem."""
         checks = self.observe()
+        self.add_up()
         problem, rank = self.observed.problem, self.rank
         problem.prepare()
         if self.iterates:
@@ -242,18 +328,26 @@ class Captured(ABC):
         """The new state, from eigenpairs that were found elsewhere."""
         self.move(self.values, self.vectors)
 
-    def move(self, values: Tensor, vectors: Tensor, more: Tensor | None = None) -> None:
+    def move(self, values: Tensor, vectors: Tensor) -> None:
         """The new state, from the eigenpairs."""
-        loc, diag, momentum = self.state[:3]
-        widened = widen(diag, self.observed, values, vectors, self.weight, self.prior, self.rates)
+        loc, _, momentum = self.state[:3]
+        widened = self.widen(values, vectors)
         self.gram = self._returned("gram", widened.precision.gram.flatten())
         self.gram_is_there.record()  # the CPU works on it while the rest runs
         new: Proposed = shift(loc, momentum, self.observed, widened, self.weight, self.prior, self.rates)
-        told = new.told.to(torch.float64)
-        self.tail = self._returned("tail", told if more is None else torch.cat([told, more]))
-        for row, value in enumerate((new.loc, new.prec_diag, new.momentum)):
+        self.tail = self._returned("tail", new.told.to(torch.float64))
+        self._keep(new.loc, new.momentum, widened)
+
+    def widen(self, values: Tensor, vectors: Tensor) -> Widened:
+        """The new precision, from the eigenpairs."""
+        diag, squares = self.state[1], self.squares
+        return widen(diag, self.observed, values, vectors, self.weight, self.prior, self.rates, squares)
+
+    def _keep(self, loc: Tensor, momentum: Tensor, widened: Widened) -> None:
+        for row, value in enumerate((loc, widened.precision.diag, momentum)):
             self.state[row] = value
-        self.state[3:] = new.prec_factor
+        self.state[3:] = widened.precision.factor
+        self.squares.copy_(widened.squares)
 
     def received(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rates in the state's dtype, and what a draw needs of VᵀV: √(1+s) and its eigenvectors."""
@@ -274,7 +368,8 @@ class Captured(ABC):
     def load(self, state: Tensor, precision: LowRankPrecision) -> None:
         """Start from a state that did not come from here."""
         self.state.copy_(state)
-        self._send_root(*(x.cpu() for x in precision.spectrum))
+        self.squares.copy_(column_squares(self.state[3:]))
+        self._send_root(*(x.cpu().numpy() for x in precision.spectrum))
 
     def advance(
         self,
@@ -282,28 +377,41 @@ class Captured(ABC):
         numbers: Numbers,
         reload: Callable[[], None],
         check: Callable[..., None],
-    ) -> Outcome:
-        """One step.
+        before: Callable[[], None],
+    ) -> Launched:
+        """One step, which may still be running on return.
 
         Args:
             generator: source of the draws.
             numbers: rates.
             reload: calls `load` with the state before the step.
             check: `check(what, *vectors)` raises when a vector is not finite.
+            before: waits for the step before, and hands over the state and the data; a device is idle from then on.
         """
-        self.sent[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         source = self.default if generator is None else generator
-        before = source.get_state()
+        step = Launched(self, source, source.get_state(), reload, check)
+        before()
+        assert self.running is None
+        self._sent[: len(numbers)] = numbers
         if self.iterates and self._doubts == 0:
-            done = self._at_once(source, before)
-            if done is not None:
-                self._failures = 0
-                return done
-            self._failures += 1
-            self._doubts = min(2**self._failures, _MOST_DOUBTS)
-            reload()
-        self._doubts = max(0, self._doubts - 1)
-        return self._in_halves(source, before, check)
+            if self._good >= self._patience and self._rounds > 1:
+                self._rounds, self._good, self._lowered = self._rounds - 1, 0, True
+            self._launch(step)
+            self.running = step
+        else:
+            self._doubts = max(0, self._doubts - 1)
+            step.end(self._in_halves)
+        return step
+
+    def _launch(self, step: Launched) -> None:
+        self.replay(_WAYS[self._rounds - 1], step.source, step.before)
+        step.tensors = self.state.clone()
+
+    def finish(self) -> None:
+        """Wait for the step that is running, if there is one, and see how it went."""
+        step, self.running = self.running, None
+        if step is not None:
+            step.end(self._looked_at)
 
     def replay(self, name: str, source: torch.Generator, state: Tensor) -> None:
         """Replay a graph that draws, on the caller's random stream."""
@@ -313,38 +421,70 @@ class Captured(ABC):
         if mine is not source:
             source.set_state(mine.get_state())
 
-    def _at_once(self, source: torch.Generator, before: Tensor) -> Outcome | None:
-        """The whole step; None when the previous factor was no good start, or something is not finite."""
-        self.replay("whole", source, before)
-        result = self.state.clone()
-        root = self._root()
-        self._wait()
-        rank = self.rank
-        told, rest = self.tail[:4].tolist(), self.tail[4:]
-        squares, mean, residual, tilt = rest[:4].tolist()
-        fine = all(map(math.isfinite, (*told, squares, mean)))
+    def _looked_at(self, step: Launched) -> Outcome:
+        """The outcome of a step in one go; taken again, more carefully, when the previous factor was no good start."""
+        done = self._at_once(step)
+        if done is not None:
+            self._failures = 0
+            return done
+        # Whoever owns the source may have drawn from it since; all ways take as much from it.
+        now = step.source.get_state()
+        try:
+            return self._repeated(step)
+        finally:
+            step.source.set_state(now)
+
+    def _repeated(self, step: Launched) -> Outcome:
+        """The same step on the same draws."""
+        if self._lowered:
+            self._patience *= 8
+        self._good, self._lowered = 0, False
+        while self._rounds < len(_WAYS):
+            self._rounds += 1
+            step.reload()
+            self._launch(step)
+            done = self._at_once(step)
+            if done is not None:
+                return done
+        step.reload()
+        self._failures += 1
+        self._doubts = min(2**self._failures, _MOST_DOUBTS) - 1
+        return self._in_halves(step)
+
+    def _at_once(self, step: Launched) -> Outcome | None:
+        """None when the previous factor was no good start, or something is not finite."""
+        self.gram_is_there.synchronize()
+        early, square = self.early.numpy(), (self.rank, self.rank)
+        *told, mean, residual, tilt = early[:8].tolist()  # total, clipped, sum of d, reach of the mean, squares
+        fine = all(map(math.isfinite, (*told, mean))) and told[3] <= _FAR * torch.finfo(self.state.dtype).max
         if not (fine and residual <= TOLERANCE[self.state.dtype] and tilt <= _TILT):
             return None
-        self._send_root(*root)
-        small = rest[4 : 4 + rank * rank].view(rank, rank).clone()
-        return Outcome(result, small, residual, told[0], told[1], mean, self.num_rows, self)
+        small, gram = (early[start : start + self.rank**2].reshape(square) for start in (8, 8 + self.rank**2))
+        self._send_root(*_root(gram))
+        # Every round takes the residual down by about the same factor.
+        rounds, enough = self._rounds, TOLERANCE[self.state.dtype] * _MARGIN
+        self._good = self._good + 1 if rounds > 1 and residual <= enough ** (rounds / (rounds - 1)) else 0
+        assert step.tensors is not None
+        ritz = torch.from_numpy(small.copy())
+        return Outcome(step.tensors, ritz, residual, told[0], told[1], mean, self.num_rows, self)
 
-    def _in_halves(self, source: torch.Generator, before: Tensor, check: Callable[..., None]) -> Outcome:
+    def _in_halves(self, step: Launched) -> Outcome:
         """The step with the eigenproblem solved between its halves, to the tolerance whatever the start."""
-        self.replay("watch", source, before)
+        self.replay("watch", step.source, step.before)
         self._wait()
         if not all(map(math.isfinite, self.head[:2].tolist())):
             self.explain()
-            check("the gradient", self.observed.total, self.observed.squares)
+            step.check("the gradient", self.observed.total, self.observed.squares)
         mean = float(self.head[1])
         values, residual = self._solve()
         result = self.state.clone()
-        root = self._root()
+        self.gram_is_there.synchronize()
+        root = _root(self.gram.view(self.rank, self.rank).numpy())
         self._wait()
         told = self.tail[:4].tolist()
         if not all(map(math.isfinite, told)):
-            check("the new precision", result[1], result[3:])
-            check("the new mean", result[0])
+            step.check("the new precision", result[1], result[3:])
+            step.check("the new mean", result[0])
         self._send_root(*root)
         return Outcome(result, values, residual, told[0], told[1], mean, self.num_rows, self)
 
@@ -372,22 +512,69 @@ class Captured(ABC):
     def _block_square(self) -> tuple[int, int]:
         return self.block.shape[1], self.block.shape[1]
 
-    def _root(self) -> tuple[Tensor, Tensor]:
-        """What the next draw needs of VᵀV, whose eigenproblem is too small for a GPU: √(1+s) and the eigenvectors."""
-        self.gram_is_there.synchronize()
-        gram = self.gram.view(self.rank, self.rank).numpy()
-        if not np.isfinite(gram).all():  # to be found out by the checks that follow
-            return torch.ones(self.rank), torch.eye(self.rank)
-        values, vectors = np.linalg.eigh(gram)
-        return torch.from_numpy(np.sqrt(np.maximum(values, 0.0) + 1.0)), torch.from_numpy(vectors)
-
-    def _send_root(self, roots: Tensor, turns: Tensor) -> None:
+    def _send_root(self, roots: Array, turns: Array) -> None:
         rank, count = self.rank, len(Numbers._fields)
-        self.sent[count : count + rank] = roots
-        self.sent[count + rank :] = turns.flatten()
+        self._sent[count : count + rank] = roots
+        self._sent[count + rank :] = turns.reshape(-1)
 
     def _wait(self) -> None:
         torch.cuda.current_stream(self.state.device).synchronize()
+
+
+def _root(gram: Array) -> tuple[Array, Array]:
+    """What the next draw needs of VᵀV, whose eigenproblem is too small for a GPU: √(1+s) and the eigenvectors."""
+    if not np.isfinite(gram).all():  # to be found out by the checks that follow
+        return np.ones(len(gram)), np.eye(len(gram))
+    values, vectors = np.linalg.eigh(gram)
+    return np.sqrt(np.maximum(values, 0.0) + 1.0), vectors
+
+
+@contextmanager
+def randomness_kept(device: torch.device) -> Iterator[None]:
+    """The device's own source is left where it was, and usable even when a capture fails."""
+    default = torch.cuda.default_generators[device.index or 0]
+    before = default.get_state()
+    try:
+        yield
+    except BaseException:
+        fresh = torch.Generator(device)
+        fresh.set_state(before)
+        default.graphsafe_set_state(fresh)
+        raise
+    default.set_state(before)
+
+
+@lru_cache(maxsize=8)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """On the stream that graphs are captured on; one for all, since libraries keep a workspace for every stream."""
+    side, here = _side_stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        yield
+    here.wait_stream(side)
+
+
+def capture_graph(
+    piece: Callable[[], None], pool: Any, device: torch.device, generator: torch.Generator | None = None
+) -> torch.cuda.CUDAGraph:
+    """A graph of what a method does, in memory shared with others that never run at the same time."""
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    collecting = gc.isenabled()
+    gc.disable()  # what it frees may be a graph or a generator, and CUDA does not allow that while capturing
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=_side_stream(device)):
+            piece()
+    finally:
+        if collecting:
+            gc.enable()
+    return graph
 
 
 def _pinned(size: int) -> Tensor:

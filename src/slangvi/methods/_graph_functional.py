@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi._steps import Prior
 from slangvi.grads.batched import BatchedPass
 from slangvi.methods._gather import FactoredGatherer, checked_values
-from slangvi.methods._graph import Captured, Numbers, Outcome, Setup
+from slangvi.methods._graph import Captured, Launched, Numbers, Setup
 from slangvi.methods._graph_runner import Runner, packed
 from slangvi.types import GradientOperator, ParamSpec
 
@@ -34,6 +34,7 @@ class FunctionalStep(Captured):
         batch: an example of the batches to come; copied.
         draws: S.
         setup: see `Setup`.
+        others: addresses of what it reads besides the state and the batch.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class FunctionalStep(Captured):
         batch: Any,
         draws: int,
         setup: Setup,
+        others: tuple[int, ...] = (),
     ) -> None:
         super().__init__(setup)
-        self.fast, self.gatherer, self.spec, self.draws = fast, gatherer, spec, draws
+        self.fast, self.gatherer, self.spec, self.draws, self.others = fast, gatherer, spec, draws, others
         leaves, self.structure = tree_flatten(batch)
         self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.capture()
@@ -62,11 +64,15 @@ class FunctionalStep(Captured):
         for row in self.table:
             checked_values(row, len(row))
 
-    def feed(self, batch: Any) -> None:
-        """Hand over a batch of the shapes captured."""
-        for mine, given in zip(self.leaves, tree_flatten(batch)[0], strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(given, non_blocking=True)
+    def leaves_like(self, batch: Any) -> list[tuple[Tensor, Tensor]]:
+        """Tensors of a batch of the shapes captured, each behind the place it is to be copied to."""
+        pairs = zip(self.leaves, tree_flatten(batch)[0], strict=True)
+        return [(mine, given) for mine, given in pairs if isinstance(mine, Tensor)]
+
+    def feed(self, given: list[tuple[Tensor, Tensor]]) -> None:
+        """Hand over what `leaves_like` returned."""
+        for mine, value in given:
+            mine.copy_(value, non_blocking=True)
 
 
 class GraphRunner(Runner[FunctionalStep]):
@@ -92,7 +98,7 @@ class GraphRunner(Runner[FunctionalStep]):
         numbers: Numbers,
         prior: Prior,
         check: Callable[..., None],
-    ) -> Outcome | None:
+    ) -> Launched | None:
         """One step, or None when it has to be taken eagerly: the first of its kind, a check is due, or for good.
 
         Args:
@@ -103,7 +109,8 @@ class GraphRunner(Runner[FunctionalStep]):
             prior: λ and μ₀.
             check: raises when a vector is not finite.
         """
-        if self._given_up or self._declined(state.loc.device):
+        like = self.like(state)
+        if self._given_up or self._declined(like.device):
             return None
         assert self.gatherer is not None
         kind = self.gatherer.kind(state.spec, batch)
@@ -112,11 +119,15 @@ class GraphRunner(Runner[FunctionalStep]):
             if self.gatherer.distrusted(kind):
                 self._give_up(NO_PASS)
             return None
-        graph = self._graph(kind, fast, state, batch, generator, prior)
+        graph = self._graph(kind, fast, state, like, batch, generator, prior)
         if graph is None:
             return None
         self.gatherer.count(kind)
-        return self._advanced(graph, state, lambda: graph.feed(batch), generator, numbers, check)
+        given = graph.leaves_like(batch)
+        running = self._advanced(graph, state, lambda: graph.feed(given), generator, numbers, check)
+        if graph.others:
+            running.outcome()  # waited for: it may have to be repeated, and these could change until then
+        return running
 
     def _declined(self, device: torch.device) -> bool:
         if self.gatherer is None:
@@ -128,24 +139,26 @@ class GraphRunner(Runner[FunctionalStep]):
         kind: tuple[ParamSpec, object],
         fast: BatchedPass,
         state: Any,
+        like: Tensor,
         batch: Any,
         generator: torch.Generator | None,
         prior: Prior,
     ) -> FunctionalStep | None:
         assert self.gatherer is not None
-        key = (kind, state.loc.dtype, state.loc.device, generator is None, _baked_in(self.gatherer, state.spec))
+        others = _others(self.gatherer.model, state.spec)
+        cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        key = (kind, like.dtype, like.device, generator is None, others, cast)
 
         def capture() -> FunctionalStep:
             assert self.gatherer is not None
-            setup = Setup(packed(state), prior, self.num_data, self.momentum, generator)
-            return FunctionalStep(fast, self.gatherer, state.spec, batch, self.draws, setup)
+            setup = Setup(packed(state), prior, self.num_data, self.momentum, generator, self.pool)
+            return FunctionalStep(fast, self.gatherer, state.spec, batch, self.draws, setup, others)
 
         return self._kept(key, capture)
 
 
-def _baked_in(gatherer: FactoredGatherer, spec: ParamSpec) -> tuple[object, ...]:
-    """What a graph reads by address or has settled when captured: frozen tensors, buffers, autocast."""
-    model, inferred = gatherer.model, set(spec.names)
+def _others(model: nn.Module, spec: ParamSpec) -> tuple[int, ...]:
+    """Addresses of what a graph reads where it lay when captured: frozen tensors and buffers."""
+    inferred = set(spec.names)
     tensors = [p for name, p in model.named_parameters() if name not in inferred]
-    addresses = tuple(x.data_ptr() for x in (*tensors, *model.buffers()))
-    return addresses, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    return tuple(x.data_ptr() for x in (*tensors, *model.buffers()))

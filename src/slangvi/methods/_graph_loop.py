@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from slangvi._steps import Prior
-from slangvi.grads import FactoredGradients, RowGroup
-from slangvi.grads.blocks import Block, Formed, Outer, Rows
-from slangvi.methods._graph import Captured, Numbers, Outcome, Setup
-from slangvi.methods._graph_runner import Runner, packed
+from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
+from slangvi.methods._graph import Captured, Launched, Numbers, Setup
+from slangvi.methods._graph_pass import PassRunner
+from slangvi.methods._graph_runner import Runner, has_graphs, packed
+from slangvi.methods._row_leaves import ReplayedBlocks, Signature, leaves_of, rebuilt
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.types import GradientOperator, ParamSpec, Routes
 
 __all__ = ["LoopRunner", "LoopStep", "ReplayingOptimizer"]
 
-Signature = tuple[object, ...]
 # Kinds of batch that are remembered: texts of any length would be new ones for ever.
 _MOST_SEEN = 256
 
@@ -48,9 +48,9 @@ class LoopStep(Captured):
     ) -> None:
         super().__init__(setup)
         self.spec, self.routes, self.params = spec, routes, list(params)
-        copies = {key: leaf.detach().clone() for key, leaf in _surveyed(rows)[1].items()}
+        copies = {key: leaf.detach().clone() for key, leaf in leaves_of(rows)[1].items()}
         self.copies = list(copies.values())
-        self.rows = [_rebuilt(group, copies) for group in rows]
+        self.rows = [rebuilt(group, copies) for group in rows]
         self.capture()
 
     def gradients(self) -> tuple[GradientOperator, Tensor]:
@@ -105,11 +105,13 @@ class LoopRunner(Runner[LoopStep]):
         momentum: float,
         prior: Prior,
         check: Callable[..., None],
-    ) -> Outcome | None:
+    ) -> Launched | None:
         """One step, or None when it has to be taken eagerly: the first of its kind, or for good."""
         if self._given_up or self._declined(state.loc.device):
             return None
-        signature, leaves = _surveyed(rows)
+        if len({isinstance(group.blocks, ReplayedBlocks) for group in rows}) > 1:
+            return None  # some passes were due to be checked; such steps become ever more rare
+        signature, leaves = leaves_of(rows)
         graph = self._graph(signature, state, rows, params, generator, momentum, prior)
         if graph is None:
             return None
@@ -138,7 +140,7 @@ class LoopRunner(Runner[LoopStep]):
     def _holding(self, state: Any, params: Sequence[Tensor]) -> LoopStep | None:
         if self._made is None or self._made[0]() is not state:
             return None
-        graph = self._made[1]
+        graph = self._made[1].graph
         assert isinstance(graph, LoopStep)
         same = all(a.data_ptr() == b.data_ptr() for a, b in zip(graph.params, params, strict=True))
         return graph if same else None
@@ -162,7 +164,7 @@ class LoopRunner(Runner[LoopStep]):
             return None
 
         def capture() -> LoopStep:
-            setup = Setup(packed(state), prior, self.num_data, momentum, generator)
+            setup = Setup(packed(state), prior, self.num_data, momentum, generator, self.pool)
             return LoopStep(state.spec, rows, self.routes, params, setup)
 
         return self._kept(key, capture)
@@ -172,7 +174,7 @@ class ReplayingOptimizer(VariationalOptimizer[StateT, InfoT]):
     """An optimizer whose steps and draws are replayed from graphs when `compile=True`."""
 
     @abstractmethod
-    def _from_outcome(self, done: Outcome, step: int, prior: Prior) -> tuple[StateT, InfoT]:
+    def _from_launched(self, running: Launched, prior: Prior) -> tuple[StateT, InfoT]:
         """State and info of a replayed step."""
 
     @abstractmethod
@@ -193,12 +195,41 @@ class ReplayingOptimizer(VariationalOptimizer[StateT, InfoT]):
             return None
         numbers, check = Numbers(alpha, beta, 1 - momentum**step), self._finite_check(step)
         params = self._mirror.params
-        done = self._graphs.step(self._state, rows, params, self.generator, numbers, momentum, prior, check)
-        if done is None:
+        running = self._graphs.step(self._state, rows, params, self.generator, numbers, momentum, prior, check)
+        if running is None:
             return None
-        after, info = self._from_outcome(done, step, prior)
-        self._graphs.remember(after, done)
+        running.outcome()  # waited for: a step that fails must not reach the weights
+        after, info = self._from_launched(running, prior)
+        self._graphs.remember(after, running)
         return after, info
+
+    @cached_property
+    def _passes(self) -> PassRunner | None:
+        """What replays forward and backward; None where there are no graphs."""
+        like, options = self._state.loc, self.settings
+        if not options.compile or options.engine != "factored" or not has_graphs(like.device):
+            return None
+        recorder = GradientCapture(
+            self.model, self._spec, like.dtype, "factored", False, False, None, self._settle, replayable=False
+        )
+        steps = self._graphs
+        return PassRunner(self.model, self._mirror.named, self._capture, recorder, lambda: steps.pool)
+
+    def _rebuild(self, old: StateT | None) -> None:
+        super()._rebuild(old)
+        for made in ("_passes", "_graphs"):
+            self.__dict__.pop(made, None)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        with super()._recorded(), self._passes.replaying() if self._passes else nullcontext():
+            yield
+
+    def _collected(self) -> list[RowGroup]:
+        groups = super()._collected()
+        if self._passes is not None:
+            self._passes.note(groups)
+        return groups
 
     @cached_property
     def _graphs(self) -> LoopRunner:
@@ -217,54 +248,3 @@ class ReplayingOptimizer(VariationalOptimizer[StateT, InfoT]):
             torch.clear_autocast_cache()
         else:
             super()._write_mean()
-
-
-# The tensors of each kind of block.
-_FIELDS: dict[type[Block], tuple[str, ...]] = {Formed: ("rows",), Outer: ("left", "right"), Rows: ("index", "values")}
-
-
-def _key(x: Tensor) -> Signature:
-    """Where the numbers lie; tensors in one place that differ in shape only are one."""
-    if x.is_contiguous():
-        return x.data_ptr(), x.numel(), x.dtype
-    return x.data_ptr(), x.numel(), x.dtype, x.shape, x.stride()
-
-
-def _surveyed(rows: Sequence[RowGroup]) -> tuple[Signature, dict[Signature, Tensor]]:
-    """What must agree for rows to fit a graph (kinds, sizes, scales, who shares memory), and every memory once."""
-    found: dict[Signature, Tensor] = {}
-    order: dict[Signature, int] = {}
-    signature: list[object] = []
-
-    def note(x: Tensor) -> None:
-        key = _key(x)
-        if key not in found:
-            found[key] = x
-            order[key] = len(order)
-        signature.append((order[key], x.shape))
-
-    for group in rows:
-        signature.append((group.num_rows, group.scale, *group.blocks, *group.totals))
-        for block in group.blocks.values():
-            signature.append(type(block))
-            for field in _FIELDS[type(block)]:
-                note(getattr(block, field))
-        for total in group.totals.values():
-            note(total)
-    # Layouts and dtypes are part of the keys; addresses are not to be.
-    signature.extend(key[1:] for key in found)
-    return tuple(signature), found
-
-
-def _rebuilt(group: RowGroup, copies: dict[Signature, Tensor]) -> RowGroup:
-    """The same group over the copies."""
-
-    def copy(x: Tensor) -> Tensor:
-        mine = copies[_key(x)]
-        return mine.view(x.shape) if mine.is_contiguous() else mine
-
-    blocks = {
-        name: replace(block, **{f: copy(getattr(block, f)) for f in _FIELDS[type(block)]})  # type: ignore[type-var]
-        for name, block in group.blocks.items()
-    }
-    return replace(group, blocks=blocks, totals={name: copy(x) for name, x in group.totals.items()})

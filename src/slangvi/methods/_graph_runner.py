@@ -5,15 +5,17 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from slangvi.grads.assemble import outside_frames
-from slangvi.methods._graph import Captured, Numbers, Outcome
+from slangvi.methods._awaited import settle
+from slangvi.methods._graph import Captured, Launched, Numbers
 
-__all__ = ["MOST_GRAPHS", "Runner", "packed", "why_not_captured"]
+__all__ = ["MOST_GRAPHS", "Runner", "has_graphs", "packed", "why_not_captured"]
 
 # Graphs hold memory of their own; models that see many shapes of batch keep the latest few.
 MOST_GRAPHS = 4
@@ -27,15 +29,25 @@ class Runner(Generic[CapturedT]):
         self.graphs: dict[object, CapturedT] = {}
         self._given_up = False
         # The state a graph has just made: it need not be copied back to it, and can be drawn from.
-        self._made: tuple[weakref.ref[Any], Captured] | None = None
+        self._made: tuple[weakref.ref[Any], Launched] | None = None
 
-    def remember(self, state: Any, outcome: Outcome) -> None:
-        """Note that this state came out of that outcome: its graph still holds it."""
-        self._made = (weakref.ref(state), outcome.graph)
+    @cached_property
+    def pool(self) -> Any:
+        """Memory of all graphs: one step is over when the next begins."""
+        return torch.cuda.graph_pool_handle()
+
+    def remember(self, state: Any, step: Launched) -> None:
+        """Note that this state comes out of that step: its graph still holds it."""
+        self._made = (weakref.ref(state), step)
+
+    def like(self, state: Any) -> Tensor:
+        """A vector such as the state's mean, without waiting for it."""
+        made = self._made
+        return made[1].graph.state[0] if made is not None and made[0]() is state else state.loc
 
     def _declined(self, device: torch.device) -> bool:
         """Whether graphs are out of the question there, which is said once."""
-        if device.type == "cuda":
+        if has_graphs(device):
             return False
         return self._give_up(f"parameters are on {device.type}, and only CUDA devices have graphs")
 
@@ -65,17 +77,29 @@ class Runner(Generic[CapturedT]):
         generator: torch.Generator | None,
         numbers: Numbers,
         check: Callable[..., None],
-    ) -> Outcome:
+    ) -> Launched:
         """One step of a state by a graph, which is handed the state unless it holds it, and then its data."""
         made, self._made = self._made, None
+        maker = made[1] if made is not None and made[0]() is state and made[1].graph is graph else None
 
         def reload() -> None:
             graph.load(packed(state), state.precision)
 
-        if made is None or made[0]() is not state or made[1] is not graph:
-            reload()
-        feed()
-        return graph.advance(generator, numbers, reload, check)
+        def before() -> None:
+            graph.finish()
+            if maker is None or maker.failed:
+                settle(state)  # raises what went wrong in the step that made it
+                reload()
+            feed()
+
+        running = graph.advance(generator, numbers, reload, check, before)
+        settle(state)  # only now, while the device works; unsettled it would hold the state before it, and so on
+        return running
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether anything can be captured there."""
+    return device.type == "cuda"
 
 
 def why_not_captured(error: BaseException) -> str:

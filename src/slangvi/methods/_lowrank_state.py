@@ -12,8 +12,9 @@ from torch import Tensor
 from slangvi._steps import ELBO, Prior, require_finite
 from slangvi.linalg import LowRankPrecision, factorize
 from slangvi.linalg.topk import padded_spectrum
+from slangvi.methods._awaited import Awaited, awaiting, settle
 from slangvi.methods._gather import GRADIENT_REMEDY
-from slangvi.methods._graph import Outcome
+from slangvi.methods._graph import Launched
 from slangvi.methods._lowrank_step import Proposed
 from slangvi.types import ParamSpec
 
@@ -23,7 +24,7 @@ STATE_REMEDY = "Lower lr, raise prior_precision or init_precision, or use float6
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class State(Awaited):
     """What the next step needs.
 
     Args:
@@ -49,7 +50,7 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
-class Info:
+class Info(Awaited):
     """What a step can tell besides the new state.
 
     Args:
@@ -68,7 +69,8 @@ class Info:
     total: Tensor
     residual: Tensor
     clipped: Tensor
-    expected_log_likelihood: float = float("nan")
+    # A factory, since a plain default would be found on the class before the field is filled.
+    expected_log_likelihood: float = field(default_factory=lambda: float("nan"))
     _state: State | None = field(default=None, repr=False)
     _prior: Prior | None = field(default=None, repr=False)
 
@@ -134,10 +136,42 @@ def finite_check(spec: ParamSpec, step: int) -> Callable[..., None]:
     return check
 
 
-def told(done: Outcome, step: int, spec: ParamSpec, prior: Prior) -> tuple[State, Info]:
-    """State and info of a replayed step."""
-    loc, diag, momentum = done.tensors[:3]
-    after = State(loc, done.tensors[3:], diag, momentum, step, spec)
-    told = torch.tensor((done.total, done.residual, done.clipped), dtype=loc.dtype)
-    leading = done.ritz.to(loc.dtype) if done.ritz.ndim == 2 else padded_spectrum(done.ritz, after.prec_factor)
-    return after, Info(step, done.num_rows, leading, told[0], told[1], told[2], _state=after, _prior=prior)
+def told(
+    running: Launched, before: State, prior: Prior, fit: Callable[[float], float] = lambda mean: mean
+) -> tuple[State, Info]:
+    """State and info of a replayed step, which need not be over: they wait for it when they are looked at.
+
+    A step that turns out to have failed raises its error then, once, and its state becomes the one before it.
+
+    Args:
+        running: the step.
+        before: the state it started from.
+        prior: λ and μ₀.
+        fit: from the mean log-likelihood over rows to that of all data.
+    """
+
+    def fill_state() -> None:
+        try:
+            loc, diag, momentum, *factor = running.outcome().tensors.split([1, 1, 1, running.graph.rank])
+        except Exception:
+            settle(before)
+            after.__dict__.update(before.__dict__)
+            raise
+        after.__dict__.update(loc=loc[0], prec_diag=diag[0], momentum=momentum[0], prec_factor=factor[0])
+
+    def fill_info() -> None:
+        try:
+            done, like = running.outcome(), after.loc
+        except Exception:
+            info.__dict__["_fill"] = fill_info  # there is nothing to be told, however often it is asked for
+            raise
+        numbers = torch.tensor((done.total, done.residual, done.clipped), dtype=like.dtype)
+        leading = done.ritz.to(like.dtype) if done.ritz.ndim == 2 else padded_spectrum(done.ritz, after.prec_factor)
+        total, residual, clipped = numbers.unbind()
+        info.__dict__.update(leading=leading, total=total, residual=residual, clipped=clipped)
+        info.__dict__["expected_log_likelihood"] = fit(done.mean_log_likelihood)
+
+    step = before.step + 1
+    after = awaiting(State, fill_state, step=step, spec=before.spec)
+    info = awaiting(Info, fill_info, step=step, num_rows=running.graph.num_rows, _state=after, _prior=prior)
+    return after, info

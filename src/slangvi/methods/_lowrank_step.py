@@ -17,7 +17,7 @@ from slangvi.linalg import LowRankPrecision, Problem, Route, choose_route, facto
 from slangvi.linalg.lowrank import column_squares, sums
 from slangvi.types import GradientOperator
 
-__all__ = ["Observed", "Proposed", "Rates", "Widened", "eigenproblem", "observe", "propose", "shift", "widen"]
+__all__ = ["Observed", "Proposed", "Rates", "Widened", "drift", "eigenproblem", "observe", "propose", "shift", "widen"]
 
 
 class Rates(NamedTuple):
@@ -132,11 +132,13 @@ class Widened(NamedTuple):
         precision: U⁺U⁺ᵀ + diag d⁺, factorised.
         whole_diag: diagonal of (1−β)UUᵀ + βĜ, (P,).
         correction: what of it U⁺ does not hold, negative by rounding only, (P,).
+        squares: Σ_l (u⁺_l)², (P,).
     """
 
     precision: LowRankPrecision
     whole_diag: Tensor
     correction: Tensor
+    squares: Tensor
 
 
 def widen(
@@ -147,14 +149,17 @@ def widen(
     weight: float | Tensor,
     prior: Prior,
     rates: Rates,
+    old_squares: Tensor | None = None,
 ) -> Widened:
-    """The covariance half of `propose`."""
+    """The covariance half of `propose`; Σ_l u_l² of the old factor can be given when it is known."""
     beta, old = rates.precision_lr, observed.problem.factor
     new = observed.problem.solution(values, vectors)
-    diag_A = (1 - beta) * column_squares(old) + (beta * weight) * observed.squares
-    correction = diag_A - column_squares(new)
+    old_squares = column_squares(old) if old_squares is None else old_squares
+    diag_A = (1 - beta) * old_squares + (beta * weight) * observed.squares
+    squares = column_squares(new)
+    correction = diag_A - squares
     new_diag = _lerp(diag, prior.precision, beta).add_(correction.clamp_min(0))
-    return Widened(factorize(new, new_diag), diag_A, correction)
+    return Widened(factorize(new, new_diag), diag_A, correction, squares)
 
 
 def shift(
@@ -167,12 +172,19 @@ def shift(
     rates: Rates,
 ) -> Proposed:
     """The mean half of `propose`."""
-    gamma, precision = rates.momentum, widened.precision
-    average = _lerp(weight * observed.total, momentum, gamma)
-    gradient = torch.addcmul(average / rates.correction, prior.precision, loc - prior.mean)
+    precision = widened.precision
+    average, gradient = drift(loc, momentum, observed, weight, prior, rates)
     new_loc = loc - rates.lr * precision.solve(gradient)
     told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), new_loc, precision.diag)
     return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)
+
+
+def drift(
+    loc: Tensor, momentum: Tensor, observed: Observed, weight: float | Tensor, prior: Prior, rates: Rates
+) -> tuple[Tensor, Tensor]:
+    """The new running mean of likelihood gradients m⁺, and m⁺/(1−γᵗ) + λ(μ−μ₀), (P,) each."""
+    average = _lerp(weight * observed.total, momentum, rates.momentum)
+    return average, torch.addcmul(average / rates.correction, prior.precision, loc - prior.mean)
 
 
 def _lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
 from slangvi.linalg.topk import padded_spectrum, relative_residual
 from slangvi.methods._gather import GRADIENT_REMEDY, FactoredGatherer, check_schedule, dense_gatherer
-from slangvi.methods._graph import Numbers, Outcome
+from slangvi.methods._graph import Launched, Numbers
 from slangvi.methods._graph_functional import GraphRunner
 from slangvi.methods._graph_loop import ReplayingOptimizer
 from slangvi.methods._lowrank_state import STATE_REMEDY, Info, State, finite_check, kl_to_prior, state_of, told
@@ -159,7 +159,9 @@ def build(
         routes: what the factored engine forms, and how it finds the spectrum; None leaves it to counting.
         compile: capture the step in CUDA graphs and replay them: several times faster for networks whose kernels are
             small. Needs the factored engine and a CUDA device; otherwise a warning says why steps run eagerly.
-            Python code in `log_likelihood` then runs only when a graph is captured and when a check is due.
+            Python code in `log_likelihood` then runs only when a graph is captured and when a check is due. `update`
+            returns while the device still works, and waits when state or info are looked at: a step that failed
+            raises then, at the latest in the next `update`, and its state becomes the one before it.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -197,10 +199,11 @@ def build(
     priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
 
     def prior_of(state: State) -> Prior:
-        key = (state.spec, state.loc.dtype, state.loc.device)
+        like = state.loc if graphs is None else graphs.like(state)
+        key = (state.spec, like.dtype, like.device)
         if key not in priors:
-            lam = _checks.per_parameter("prior_precision", prior_precision, state.spec, state.loc)
-            mean = _checks.per_parameter("prior_mean", prior_mean, state.spec, state.loc, positive=False)
+            lam = _checks.per_parameter("prior_precision", prior_precision, state.spec, like)
+            mean = _checks.per_parameter("prior_mean", prior_mean, state.spec, like, positive=False)
             priors[key] = Prior(lam, mean)
         return priors[key]
 
@@ -248,13 +251,12 @@ def _replayed(
     num_data: int,
 ) -> tuple[State, Info] | None:
     """A step by replaying graphs, or None when it has to be taken eagerly."""
-    step = state.step + 1
-    done = graphs.step(state, batch, generator, numbers, prior, finite_check(state.spec, step))
-    if done is None:
+    running = graphs.step(state, batch, generator, numbers, prior, finite_check(state.spec, state.step + 1))
+    if running is None:
         return None
-    after, info = told(done, step, state.spec, prior)
-    graphs.remember(after, done)
-    return after, replace(info, expected_log_likelihood=num_data * done.mean_log_likelihood)
+    after, info = told(running, state, prior, lambda mean: num_data * mean)
+    graphs.remember(after, running)
+    return after, info
 
 
 class SLANG(ReplayingOptimizer[State, Info]):
@@ -365,8 +367,8 @@ class SLANG(ReplayingOptimizer[State, Info]):
         size = self.settings.num_data / self.settings.temperature
         return update(state, gradients, num_data=size, prior=prior, lr=lr, precision_lr=precision_lr, momentum=momentum)
 
-    def _from_outcome(self, done: Outcome, step: int, prior: Prior) -> tuple[State, Info]:
-        return told(done, step, self._spec, prior)
+    def _from_launched(self, running: Launched, prior: Prior) -> tuple[State, Info]:
+        return told(running, self._state, prior, lambda _: float("nan"))
 
     def _finite_check(self, step: int) -> Callable[..., None]:
         return finite_check(self._spec, step)

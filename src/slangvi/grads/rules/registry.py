@@ -50,10 +50,16 @@ def register_rule(*kinds: type[nn.Module], shares_inputs: bool = False) -> Calla
     return add
 
 
+def is_patched(module: nn.Module) -> bool:
+    """Whether the instance has a forward that is not that of its class."""
+    own = module.__dict__.get("forward")
+    return own is not None and not (getattr(own, "__self__", None) is module and own.__func__ is type(module).forward)
+
+
 def find_rule(module: nn.Module) -> Rule | None:
     """The rule of a module, if its forward really is the forward the rule was written for."""
-    if "forward" in module.__dict__:
-        return None  # patched on the instance
+    if is_patched(module):
+        return None
     for kind in type(module).__mro__:
         if kind in _RULES:
             # A subclass with its own forward may compute anything: the rule would be a guess.

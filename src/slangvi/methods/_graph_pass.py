@@ -1,0 +1,347 @@
+"""Forward and backward of the user's own loop as CUDA graphs.
+
+Inside `sampled_params(train=True)` a call of the model whose like was seen, and whose gradients the layers' rules can
+read, is replayed: one node in autograd's graph, whose backward is a graph as well and leaves the rows behind. What is
+captured is the model's own `forward` under the hooks that serve otherwise. Every other call runs as it always does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from slangvi.grads import GradientCapture, RowGroup
+from slangvi.grads.assemble import Uses, outside_frames
+from slangvi.grads.blocks import Block
+from slangvi.grads.rules.registry import is_patched
+from slangvi.methods._appearance import appearance
+from slangvi.methods._graph import aside, capture_graph, randomness_kept
+from slangvi.methods._graph_runner import MOST_GRAPHS, why_not_captured
+from slangvi.methods._row_leaves import Key, ReplayedBlocks, key_of, leaves_of, rebuilt
+
+__all__ = ["CapturedPass", "PassRunner"]
+
+_tokens = itertools.count()
+# Kinds of call that are remembered, and calls after which a graph that was not used may go.
+_MOST_KINDS, _LONG_AGO = 256, 64
+Kind = tuple[object, ...]
+
+
+class CapturedPass:
+    """Forward and backward of a model for one kind of input.
+
+    Args:
+        model: the model.
+        params: canonical name → parameter; what they hold when a pass is replayed counts.
+        recorder: reads the layers while the passes are captured.
+        x: an example of the inputs to come; copied.
+        pool: memory that is shared with graphs that never run between forward and backward.
+    """
+
+    def __init__(
+        self, model: nn.Module, params: Mapping[str, Tensor], recorder: GradientCapture, x: Tensor, pool: Any
+    ) -> None:
+        self.token = next(_tokens)
+        self.model, self.recorder = model, recorder
+        self.params = dict(params)
+        self.x = x.detach().clone()
+        self.ticket: object = None  # given to the forward pass whose backward is to come
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        with randomness_kept(x.device), _buffers_kept(model):
+            self._rehearse()
+            for piece in (self.go_forward, self.go_back):
+                self.graphs[piece.__name__] = capture_graph(piece, pool, x.device)
+
+    def _rehearse(self) -> None:
+        """Both beside the graphs; shows the shapes of what they leave behind."""
+        with aside(self.x.device):
+            self.flats: list[Tensor] = []
+            self.go_forward()
+            self.cotangent = torch.zeros_like(self.output)
+            self.gradient = torch.cat([leaf.detach().flatten() for leaf in self.leaves.values()])
+            self.go_back()
+            self.flats = [torch.cat([x.flatten() for x in parts]) for parts in self._by_dtype().values()]
+
+    # ---- what is captured
+
+    def go_forward(self) -> None:
+        """Outputs at what the parameters hold."""
+        # Leaves over the same memory: autograd's bookkeeping of the parameters, by stream, stays out of the graphs.
+        self.leaves = {name: param.detach().requires_grad_() for name, param in self.params.items()}
+        version = self.x._version
+        with torch.enable_grad(), self.recorder.recording():
+            self.output: Tensor = torch.func.functional_call(self.model, self.leaves, (self.x,))
+        if not isinstance(self.output, Tensor) or self.output.shape[:1] != self.x.shape[:1]:
+            raise TypeError("the model's output is no tensor with the batch as first dimension")
+        if self.x._version != version:
+            raise TypeError("the model changes its input in place")
+
+    def go_back(self) -> None:
+        """Rows and gradients from the output's gradient."""
+        with torch.enable_grad(), self.recorder.listening():
+            grads = torch.autograd.grad(self.output, list(self.leaves.values()), self.cotangent, allow_unused=True)
+        totals = {name: g for name, g in zip(self.leaves, grads, strict=True) if g is not None}
+        with torch.no_grad():
+            self.reached = list(totals)
+            (group,) = self.recorder.collect(self.leaves, totals, len(self.x))
+            self.group = replace(group, totals={})
+            for flat, parts in zip(self.flats, self._by_dtype().values(), strict=False):
+                torch._foreach_copy_([view for _, view in _views(flat, parts)], parts)
+            torch._foreach_copy_([self._pieces(self.gradient)[name] for name in totals], list(totals.values()))
+
+    def _by_dtype(self) -> dict[torch.dtype, list[Tensor]]:
+        """What the rows are made of, but for the input, which several passes may share."""
+        found: dict[torch.dtype, list[Tensor]] = {}
+        for key, leaf in leaves_of([self.group])[1].items():
+            if key != key_of(self.x):
+                found.setdefault(leaf.dtype, []).append(leaf)
+        return found
+
+    def _pieces(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat tensor in the shapes of the parameters."""
+        parts = flat.split([leaf.numel() for leaf in self.leaves.values()])
+        return {name: part.view(leaf.shape) for part, (name, leaf) in zip(parts, self.leaves.items(), strict=True)}
+
+    # ---- what runs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs, in memory of their own."""
+        self.versions = self._versions()
+        self.x.copy_(x)
+        self.graphs["go_forward"].replay()
+        return self.output.detach().clone()
+
+    def backward(self, cotangent: Tensor) -> list[Tensor | None]:
+        """Gradients of the parameters, in memory of their own; `rows` are there then."""
+        if self.versions != self._versions():
+            raise RuntimeError("parameters were changed in place between forward and backward.")
+        self.cotangent.copy_(cotangent)
+        self.graphs["go_back"].replay()
+        pieces = self._pieces(self.gradient.clone())
+        return [pieces[name] if name in self.reached else None for name in self.leaves]
+
+    def _versions(self) -> list[int]:
+        return [param._version for param in self.params.values()]
+
+    def rows(self, x: Tensor) -> RowGroup:
+        """Rows of the latest backward pass, given a copy of its input."""
+        return RowGroup(len(x), ReplayedBlocks(self, x, [flat.clone() for flat in self.flats]), {})
+
+    def blocks(self, x: Tensor, flats: list[Tensor]) -> Mapping[str, Block]:
+        """The blocks over other memory of the same make."""
+        copies: dict[Key, Tensor] = {key_of(self.x): x}
+        for flat, parts in zip(flats, self._by_dtype().values(), strict=True):
+            copies |= {key_of(part): view for part, view in _views(flat, parts)}
+        return rebuilt(self.group, copies).blocks
+
+
+class PassRunner:
+    """Replays the calls of a model where that is possible, and says once why when nothing can be captured.
+
+    Args:
+        model: the model.
+        params: canonical name → parameter.
+        main: what records the passes that are not replayed, and collects all of them.
+        recorder: what reads the layers while passes are captured.
+        pool: gives the memory that graphs share.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Mapping[str, Tensor],
+        main: GradientCapture,
+        recorder: GradientCapture,
+        pool: Callable[[], Any],
+    ) -> None:
+        self.model, self.params, self.main, self.recorder = model, dict(params), main, recorder
+        self._pool = pool
+        self._tensors = list(self.params.values())
+        self._inferred = {id(param) for param in self._tensors}
+        self.passes: dict[Kind, CapturedPass] = {}
+        self._patterns: dict[Kind, tuple[Uses, int]] = {}  # uses of a pattern, and how often rules could read it
+        self._latest: tuple[Kind, CapturedPass, Uses] | None = None
+        self._asked: list[Kind] = []  # calls of this block that were not replayed; () for those that never can be
+        self._used: dict[Kind, int] = {}
+        self._calls = 0
+        self._given_up = False
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Calls of the model inside the block are replayed where that is possible."""
+        if self._given_up or is_patched(self.model):
+            yield
+            return
+        self._asked.clear()
+        patch = self.model.__dict__["forward"] = _Forward(self)
+        self.main.announcer = patch
+        try:
+            yield
+        finally:
+            if self.model.__dict__.get("forward") is patch:
+                del self.model.__dict__["forward"]
+            self.main.announcer = None
+            for known in self.passes.values():
+                known.ticket = None
+
+    def note(self, groups: list[RowGroup]) -> None:
+        """See what the passes of a block were served by."""
+        asked, self._asked = self._asked, []
+        assembler = self.main.assembler
+        if assembler.rules_failed:
+            assembler.rules_failed = False
+            self.passes.clear()
+            self._patterns.clear()
+        elif len(asked) == len(groups) == 1 and asked[0] and not isinstance(groups[0].blocks, ReplayedBlocks):
+            if len(self._patterns) > _MOST_KINDS:
+                self._patterns = {kind: self._patterns[kind] for kind in self.passes if kind in self._patterns}
+            self._patterns[asked[0]] = (assembler.latest, self._patterns.get(asked[0], (None, 0))[1] + 1)
+        else:
+            return
+        self._latest = None
+
+    def call(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What is done in place of the model's forward."""
+        # Rows of a pass that is not replayed are read off by hooks, which a replay takes away.
+        self._calls += 1
+        listening = self.main.active and torch.is_grad_enabled()
+        kind = self._kind(args, kwargs) if listening and not self._asked else None
+        latest = self._latest
+        if kind is not None and (latest is None or latest[0] != kind):
+            latest = self._latest = self._known(kind, args[0])
+        # A second call before the first has gone back would take its memory, which all graphs share.
+        busy = any(known.ticket for known in self.passes.values())
+        if kind is None or latest is None or busy or not self.main.assembler.unchecked(latest[2]):
+            return self._recorded(kind, original, args, kwargs) if listening else original(*args, **kwargs)
+        known = latest[1]
+        known.ticket = object()
+        self._used[kind] = self._calls
+        self.main.listen_at_leaves(False)
+        output = _Replayed.apply(self.main, known, known.ticket, args[0], *self._tensors)  # type: ignore[no-untyped-call]
+        self.main.replayed_output = output
+        return output
+
+    def _recorded(self, kind: Kind | None, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call that is not replayed."""
+        self._asked.append(())
+        self.main.note_surroundings("", announced=True)
+        output = original(*args, **kwargs)
+        # A forward that leaves its mark on the model has to run every time.
+        if kind is not None and self._kind(args, kwargs) == kind:
+            self._asked[-1] = kind
+        return output
+
+    def _kind(self, args: Any, kwargs: Any) -> Kind | None:
+        """What must agree for a call to fit a graph; None for calls that never do."""
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if type(x) is not Tensor or x.requires_grad or x.layout is not torch.strided or x.is_inference():
+            return None
+        if torch.is_autocast_enabled(x.device.type) or _has_any_global_hook():
+            return None
+        if not (x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))):
+            return None
+        look = appearance(self.model, self._inferred)
+        return None if look is None else (x.shape, x.stride(), x.dtype, x.device, *look)
+
+    def _known(self, kind: Kind, x: Tensor) -> tuple[Kind, CapturedPass, Uses] | None:
+        """The pass of a kind, captured when it is the third of it."""
+        uses, read = self._patterns.get(kind, (Uses(), 0))
+        if kind not in self.passes and (read < 2 or not self._captured(kind, x)):
+            return None
+        return kind, self.passes[kind], uses
+
+    def _captured(self, kind: Kind, x: Tensor) -> bool:
+        """Capture a pass; False when there is no room, or when that fails, which is for good."""
+        if len(self.passes) >= MOST_GRAPHS:
+            oldest = min(self.passes, key=lambda known: self._used.get(known, 0))
+            if self._calls - self._used.get(oldest, 0) < _LONG_AGO:
+                return False  # they take turns; capturing over and over would cost more than it saves
+            self.passes.pop(oldest)
+            self._used.pop(oldest, None)
+        patch = self.model.__dict__.pop("forward")
+        try:
+            with self.main.listening(False):
+                self.passes[kind] = CapturedPass(self.model, self.params, self.recorder, x, self._pool())
+        except Exception as error:
+            self._given_up = True
+            text = f"compile=True replays the step, but not forward and backward: {why_not_captured(error)}."
+            warnings.warn(text, UserWarning, stacklevel=outside_frames())
+        finally:
+            self.model.__dict__["forward"] = patch
+        return kind in self.passes
+
+
+class _Forward:
+    """Stands in for a model's forward inside a block; in a copy of the model it is the model's own again."""
+
+    def __init__(self, runner: PassRunner) -> None:
+        self.runner, self.original = runner, runner.model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.runner.call(self.original, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.runner.model, "forward")  # of what the model becomes elsewhere
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo.get(id(self.runner.model))
+        return self.original if twin is None else type(twin).forward.__get__(twin)
+
+
+class _Replayed(torch.autograd.Function):
+    """The model as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, main: GradientCapture, known: CapturedPass, ticket: object, x: Tensor, *params: Tensor
+    ) -> Tensor:
+        ctx.main, ctx.known, ctx.ticket, ctx.x = main, known, ticket, main.snapshot(x)
+        return known.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        if ctx.known.ticket is not ctx.ticket or torch.is_grad_enabled():
+            raise RuntimeError(
+                "compile=True replays forward and backward, so backward() can be called once for each forward pass, "
+                "inside its sampled_params block, without create_graph. Build the optimizer with compile=False for "
+                "this loop."
+            )
+        ctx.known.ticket = None
+        grads = ctx.known.backward(cotangents[0])
+        if _accumulates(ctx):
+            ctx.main.current_backward().replayed.append(ctx.known.rows(ctx.x))
+        return None, None, None, None, *grads
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether gradients go on to p.grad; torch.autograd.grad is no training signal and leaves it alone."""
+    try:
+        return any(leaf and torch._C._will_engine_execute_node(leaf) for leaf, _ in node.next_functions)
+    except RuntimeError:  # torch does not answer for leaves that torch.autograd.grad was asked about
+        return False
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What forward does to buffers inside the block is undone."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _views(flat: Tensor, parts: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pieces of a flat tensor in the shapes of others, beside those."""
+    pieces = flat.split([part.numel() for part in parts])
+    return [(part, piece.view(part.shape)) for part, piece in zip(parts, pieces, strict=True)]
