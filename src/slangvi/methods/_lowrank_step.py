@@ -7,17 +7,30 @@ captured graph, and for many replicas under vmap.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slangvi._steps import Prior
-from slangvi.linalg import LowRankPrecision, Problem, Route, choose_route, factorize
+from slangvi.linalg import Problem, Route, choose_route
 from slangvi.linalg.lowrank import column_squares, sums
+from slangvi.linalg.small import factorize_batch
 from slangvi.types import GradientOperator
 
-__all__ = ["Observed", "Proposed", "Rates", "Widened", "eigenproblem", "observe", "propose", "shift", "widen"]
+__all__ = [
+    "Observed",
+    "Proposed",
+    "Rates",
+    "Widened",
+    "eigenproblem",
+    "observe",
+    "propose",
+    "shift",
+    "shift_by",
+    "widen",
+    "widen_by",
+]
 
 
 class Rates(NamedTuple):
@@ -60,7 +73,7 @@ class Proposed(NamedTuple):
         prec_factor: U⁺ by rows, (L, P).
         prec_diag: d⁺, (P,).
         momentum: m⁺, (P,).
-        precision: U⁺U⁺ᵀ + diag d⁺, factorised.
+        precision: U⁺U⁺ᵀ + diag d⁺, factorised: a `LowRankPrecision`, or what `factorize_batch` makes of a batch.
         told: trace of (1−β)UUᵀ + βĜ, Σ of negative diagonal corrections set to zero, and the sums of μ⁺ and d⁺, finite
             only if these are, (4,).
     """
@@ -69,7 +82,7 @@ class Proposed(NamedTuple):
     prec_factor: Tensor
     prec_diag: Tensor
     momentum: Tensor
-    precision: LowRankPrecision
+    precision: Any
     told: Tensor
 
 
@@ -129,12 +142,12 @@ class Widened(NamedTuple):
     """The new precision.
 
     Args:
-        precision: U⁺U⁺ᵀ + diag d⁺, factorised.
+        precision: U⁺U⁺ᵀ + diag d⁺, factorised: a `LowRankPrecision`, or what `factorize_batch` makes of a batch.
         whole_diag: diagonal of (1−β)UUᵀ + βĜ, (P,).
         correction: what of it U⁺ does not hold, negative by rounding only, (P,).
     """
 
-    precision: LowRankPrecision
+    precision: Any
     whole_diag: Tensor
     correction: Tensor
 
@@ -149,12 +162,16 @@ def widen(
     rates: Rates,
 ) -> Widened:
     """The covariance half of `propose`."""
-    beta, old = rates.precision_lr, observed.problem.factor
-    new = observed.problem.solution(values, vectors)
-    diag_A = (1 - beta) * column_squares(old) + (beta * weight) * observed.squares
-    correction = diag_A - column_squares(new)
-    new_diag = _lerp(diag, prior.precision, beta).add_(correction.clamp_min(0))
-    return Widened(factorize(new, new_diag), diag_A, correction)
+    beta, problem = rates.precision_lr, observed.problem
+    diag_A = (1 - beta) * column_squares(problem.factor) + (beta * weight) * observed.squares
+    return widen_by(diag, problem.solution(values, vectors), diag_A, prior, rates)
+
+
+def widen_by(diag: Tensor, factor: Tensor, whole_diag: Tensor, prior: Prior, rates: Rates) -> Widened:
+    """The same from U⁺, (..., L, P), and the diagonal of (1−β)UUᵀ + βĜ, (..., P)."""
+    correction = whole_diag - column_squares(factor)
+    new_diag = _lerp(diag, prior.precision, rates.precision_lr).add_(correction.clamp_min(0))
+    return Widened(factorize_batch(factor, new_diag), whole_diag, correction)
 
 
 def shift(
@@ -167,10 +184,24 @@ def shift(
     rates: Rates,
 ) -> Proposed:
     """The mean half of `propose`."""
+    return shift_by(loc, momentum, observed.total, widened, weight, prior, rates)
+
+
+def shift_by(
+    loc: Tensor,
+    momentum: Tensor,
+    total: Tensor,
+    widened: Widened,
+    weight: float | Tensor,
+    prior: Prior,
+    rates: Rates,
+) -> Proposed:
+    """The same from Σ_r g_r, (..., P)."""
     gamma, precision = rates.momentum, widened.precision
-    average = _lerp(weight * observed.total, momentum, gamma)
+    average = _lerp(weight * total, momentum, gamma)
     gradient = torch.addcmul(average / rates.correction, prior.precision, loc - prior.mean)
-    new_loc = loc - rates.lr * precision.solve(gradient)
+    moved = precision.solve(gradient)
+    new_loc = loc - rates.lr * moved if isinstance(rates.lr, Tensor) else torch.sub(loc, moved, alpha=rates.lr)
     told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), new_loc, precision.diag)
     return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)
 
