@@ -17,7 +17,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build", "_performance_notes.md"]
+exclude_patterns = ["_build", "_performance_notes.md", "_results_notes.md"]
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 math_eqref_format = "({number})"

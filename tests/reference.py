@@ -70,5 +70,42 @@ def dense_step(
     return DenseState(loc, low, diag, average, step)
 
 
+@dataclass
+class GaussianState:
+    """loc (P,), precision (P, P), momentum (P,), step."""
+
+    loc: Tensor
+    precision: Tensor
+    momentum: Tensor
+    step: int = 0
+
+
+def gaussian_step(
+    state: GaussianState,
+    rows: Tensor,
+    num_data: float,
+    lr: float | Tensor,
+    precision_lr: float | Tensor,
+    prior_precision: float | Tensor,
+    prior_mean: float | Tensor = 0.0,
+    momentum: float = 0.0,
+    hessian: Tensor | None = None,
+    diagonal: bool = False,
+) -> GaussianState:
+    """One step of an unrestricted Gaussian, or of its diagonal, as written in its definition; `hessian` is a sum."""
+    size, weight, step = len(state.loc), num_data / len(rows), state.step + 1
+    beta = torch.as_tensor(precision_lr, dtype=torch.float64).expand(size)
+    curvature = weight * (rows.T @ rows if hessian is None else hessian)
+    keep, gain = torch.diag((1 - beta).sqrt()), torch.diag(beta.sqrt())
+    target = curvature + torch.eye(size, dtype=torch.float64) * prior_precision
+    precision = keep @ state.precision @ keep + gain @ target @ gain
+    if diagonal:
+        precision = torch.diag(precision.diagonal())
+    average = momentum * state.momentum + (1 - momentum) * weight * rows.sum(0)
+    gradient = average / (1 - momentum**step) + prior_precision * (state.loc - prior_mean)
+    loc = state.loc - lr * (torch.linalg.inv(precision) @ gradient)
+    return GaussianState(loc, precision, average, step)
+
+
 def flat_params(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])

@@ -79,7 +79,8 @@ ALLOWED = {
     "slangvi.errors": {"torch"},
     "slangvi._out_of_memory": {"torch", "slangvi.errors"},
     "slangvi._checks": {"torch", "slangvi.types", "slangvi.errors"},
-    "slangvi.likelihoods": {"torch", "slangvi.errors", "slangvi._checks", "slangvi.types"},
+    "slangvi.likelihoods": {"torch", "slangvi.errors", "slangvi._checks", "slangvi.types", "slangvi.quadrature"},
+    "slangvi.quadrature": {"torch", "numpy", "slangvi._checks"},
 }
 
 

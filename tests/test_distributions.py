@@ -1,4 +1,4 @@
-"""LowRankPrecisionNormal against torch's MultivariateNormal in float64."""
+"""LowRankPrecisionNormal and DensePrecisionNormal against torch's MultivariateNormal in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Gamma, Independent, MultivariateNormal, Normal, constraints, kl_divergence
 
-from slangvi import LowRankPrecisionNormal
+from slangvi import DensePrecisionNormal, LowRankPrecisionNormal
 from slangvi.types import ParamSpec
 
 BATCHES = [(), (3,), (2, 3)]
@@ -285,3 +285,79 @@ def test_kl_with_a_normal_over_another_number_of_parameters_is_refused(size):
         for pair in ((make(), other), (other, make())):
             with pytest.raises(ValueError, match=rf"event shape, got \({SIZE},\) and \({size},\)"):
                 kl_divergence(*pair)
+
+
+# ---- dense precisions
+
+
+def dense_normal(batch: tuple[int, ...] = (), seed: int = 1) -> DensePrecisionNormal:
+    source = torch.Generator().manual_seed(seed)
+    root = torch.randn(*batch, SIZE, SIZE, generator=source, dtype=torch.float64)
+    loc = torch.randn(*batch, SIZE, generator=source, dtype=torch.float64)
+    return DensePrecisionNormal(loc, root @ root.mT + torch.eye(SIZE).double())
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_dense_precision_is_torchs_normal_of_its_inverse(batch, generator):
+    q = dense_normal(batch)
+    p = MultivariateNormal(q.loc, torch.linalg.inv(q.precision_matrix))
+    value = torch.randn(5, *batch, SIZE, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(q.log_prob(value), p.log_prob(value), **CLOSE)
+    torch.testing.assert_close(q.variance, p.variance, **CLOSE)
+    torch.testing.assert_close(q.covariance_matrix, p.covariance_matrix, **CLOSE)
+    torch.testing.assert_close(q.entropy(), p.entropy(), **CLOSE)
+
+
+def test_dense_draws_have_the_mean_and_covariance(generator, global_rng_untouched, within_sigmas):
+    q = dense_normal((2,))
+    draws = q.sample((10000,), generator=generator)
+    assert within_sigmas(draws, q.mean)
+    centred = draws - q.mean
+    assert within_sigmas(centred.unsqueeze(-1) * centred.unsqueeze(-2), q.covariance_matrix)
+    assert not draws.requires_grad
+
+
+def test_dense_draws_move_with_their_parameters():
+    loc = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    matrix = torch.diag(torch.tensor([4.0, 1.0], dtype=torch.float64)).requires_grad_()
+    q = DensePrecisionNormal(loc, matrix)
+    assert not q.sample().requires_grad
+    q.rsample(generator=torch.Generator().manual_seed(0)).sum().backward()
+    assert loc.grad.tolist() == [1.0, 1.0]
+    assert matrix.grad.abs().sum() > 0
+
+
+def test_a_dense_normal_expands_and_keeps_its_layout():
+    spec = ParamSpec.of({"w": torch.zeros(SIZE)})
+    q = dense_normal()
+    q = DensePrecisionNormal(q.loc, q.precision_matrix, param_spec=spec)
+    wide = q.expand((3,))
+    assert isinstance(wide, DensePrecisionNormal)
+    assert wide.param_spec is spec
+    assert wide.batch_shape == (3,)
+    torch.testing.assert_close(wide.log_prob(q.loc), q.log_prob(q.loc).expand(3))
+    assert wide.rsample((2,)).shape == (2, 3, SIZE)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_kl_of_a_dense_precision_with_every_normal_is_the_dense_one(batch):
+    q, exact = dense_normal(batch), MultivariateNormal(dense_normal(batch).loc, dense_normal(batch).covariance_matrix)
+    low = make(rank=2)
+    loc, scale = torch.randn(SIZE).double(), torch.rand(SIZE).double() + 0.5
+    diagonal = MultivariateNormal(loc, torch.diag(scale.square()))
+    twin = dense_normal(seed=5)
+    others = [
+        (low, dense(low)),
+        (Normal(loc, scale), diagonal),
+        (Independent(Normal(loc, scale), 1), diagonal),
+        (twin, MultivariateNormal(twin.loc, twin.covariance_matrix)),
+    ]
+    for other, theirs in others:
+        expected = kl_divergence(exact, theirs), kl_divergence(theirs.expand(batch), exact)
+        torch.testing.assert_close(kl_divergence(q, other), expected[0])
+        torch.testing.assert_close(kl_divergence(other, q), expected[1])
+
+
+def test_dense_precisions_that_are_not_positive_are_refused_when_validating():
+    with pytest.raises(ValueError, match="precision_matrix"):
+        DensePrecisionNormal(torch.zeros(2), torch.diag(torch.tensor([1.0, -1.0])), validate_args=True)

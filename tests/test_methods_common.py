@@ -16,6 +16,12 @@ METHODS = {
     "slang": (slangvi.slang.build, {"rank": 2}),
     "slang-rank-0": (slangvi.slang.build, {"rank": 0}),
     "slang-wide": (slangvi.slang.build, {"rank": 9}),
+    "online_eig": (slangvi.online_eig.build, {"rank": 2}),
+    "online_eig-wide": (slangvi.online_eig.build, {"rank": 9}),
+    "mean_field": (slangvi.mean_field.build, {}),
+    "mean_field-hessian": (slangvi.mean_field.build, {"curvature": "hessian"}),
+    "full": (slangvi.full.build, {}),
+    "full-hessian": (slangvi.full.build, {"curvature": "hessian"}),
 }
 
 

@@ -49,6 +49,21 @@ def test_other_errors_pass(error):
     assert caught.value is error
 
 
+@pytest.mark.parametrize(
+    ("method", "told", "advice"),
+    [("full", "The matrix takes 3.8 MiB", "slangvi.SLANG"), ("mean_field", "The mean takes", "batch size")],
+)
+def test_precisions_without_a_factor_are_spoken_of_as_what_they_are(method, told, advice):
+    state = getattr(slangvi, method).init({"w": torch.zeros(1000)})
+    with (
+        pytest.raises(MemoryExceededError, match="with P = 1,000 parameters\\. " + told) as caught,
+        out_of_memory_advice("in the update", state),
+    ):
+        raise torch.OutOfMemoryError("no more")
+    assert advice in str(caught.value)
+    assert "rank L" not in str(caught.value)
+
+
 def test_advice_is_given_once():
     with (
         pytest.raises(MemoryExceededError, match=r"^memory ran out inside\b") as caught,

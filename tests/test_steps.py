@@ -128,3 +128,15 @@ def test_the_first_parameter_that_is_not_finite_is_named(lead, size, places, nam
     )
     with pytest.raises(NumericalError, match=message):
         require_finite("gradient", 7, SPEC, "Lower lr.", torch.zeros(6), vector)
+
+
+@pytest.mark.parametrize(("place", "member"), [((1, 0, 2), "1, 0"), ((0, 2, 5), "0, 2")])
+def test_in_a_batch_the_first_member_that_is_not_finite_is_named_too(place, member):
+    vectors, factor = torch.zeros(2, 3, 6), torch.zeros(2, 3, 4, 6)
+    factor[(*place[:2], 1, place[2])] = math.nan
+    name = "b" if place[2] < 5 else "c"
+    message = (
+        rf"step 7: gradient of parameter '{name}' is not finite \(1 of \d entries\) in member {member} of the batch"
+    )
+    with pytest.raises(NumericalError, match=message):
+        require_finite("gradient", 7, SPEC, "Lower lr.", vectors, factor)

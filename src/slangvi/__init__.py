@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 from slangvi._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from slangvi import data as data
     from slangvi import metrics as metrics
     from slangvi import replicas as replicas
     from slangvi._steps import ELBO as ELBO
     from slangvi._steps import inverse_time as inverse_time
+    from slangvi.distributions import DensePrecisionNormal as DensePrecisionNormal
     from slangvi.distributions import LowRankPrecisionNormal as LowRankPrecisionNormal
+    from slangvi.errors import DataError as DataError
     from slangvi.errors import MemoryExceededError as MemoryExceededError
     from slangvi.errors import NumericalError as NumericalError
     from slangvi.errors import UnsupportedModuleError as UnsupportedModuleError
@@ -26,7 +29,14 @@ if TYPE_CHECKING:
     from slangvi.likelihoods import Categorical as Categorical
     from slangvi.likelihoods import Gaussian as Gaussian
     from slangvi.memory import estimate_memory as estimate_memory
+    from slangvi.methods import exact as exact
+    from slangvi.methods import full as full
+    from slangvi.methods import mean_field as mean_field
+    from slangvi.methods import online_eig as online_eig
     from slangvi.methods import slang as slang
+    from slangvi.methods.full import FullGaussian as FullGaussian
+    from slangvi.methods.mean_field import VOGN as VOGN
+    from slangvi.methods.online_eig import OnlineEig as OnlineEig
     from slangvi.methods.slang import SLANG as SLANG
     from slangvi.optimizer import VariationalOptimizer as VariationalOptimizer
     from slangvi.predict import functional_samples as functional_samples
@@ -37,11 +47,19 @@ __all__ = [
     # methods
     "SLANG",
     "slang",
+    "VOGN",
+    "mean_field",
+    "FullGaussian",
+    "full",
+    "OnlineEig",
+    "online_eig",
+    "exact",
     "replicas",
     "inverse_time",
     "ELBO",
     # distributions and likelihoods
     "LowRankPrecisionNormal",
+    "DensePrecisionNormal",
     "Bernoulli",
     "Categorical",
     "Gaussian",
@@ -49,12 +67,15 @@ __all__ = [
     "functional_samples",
     "predictive_samples",
     "metrics",
+    # data
+    "data",
     # memory and speed
     "estimate_memory",
     "Routes",
     # extension and errors
     "register_rule",
     "VariationalOptimizer",
+    "DataError",
     "MemoryExceededError",
     "NumericalError",
     "UnsupportedModuleError",
@@ -67,6 +88,8 @@ _HOMES = {
     "ELBO": "slangvi._steps",
     "inverse_time": "slangvi._steps",
     "LowRankPrecisionNormal": "slangvi.distributions",
+    "DensePrecisionNormal": "slangvi.distributions",
+    "DataError": "slangvi.errors",
     "MemoryExceededError": "slangvi.errors",
     "NumericalError": "slangvi.errors",
     "UnsupportedModuleError": "slangvi.errors",
@@ -77,12 +100,24 @@ _HOMES = {
     "Categorical": "slangvi.likelihoods",
     "Gaussian": "slangvi.likelihoods",
     "SLANG": "slangvi.methods.slang",
+    "VOGN": "slangvi.methods.mean_field",
+    "FullGaussian": "slangvi.methods.full",
+    "OnlineEig": "slangvi.methods.online_eig",
     "VariationalOptimizer": "slangvi.optimizer",
     "functional_samples": "slangvi.predict",
     "predictive_samples": "slangvi.predict",
     "Routes": "slangvi.types",
 }
-_MODULES = {"slang": "slangvi.methods.slang", "metrics": "slangvi.metrics", "replicas": "slangvi.replicas"}
+_MODULES = {
+    "slang": "slangvi.methods.slang",
+    "mean_field": "slangvi.methods.mean_field",
+    "full": "slangvi.methods.full",
+    "online_eig": "slangvi.methods.online_eig",
+    "exact": "slangvi.methods.exact",
+    "data": "slangvi.data",
+    "metrics": "slangvi.metrics",
+    "replicas": "slangvi.replicas",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -182,5 +182,12 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
                 f"state_dict[{name!r}] must be {tuple(value.shape)} {value.dtype}, found {what}. "
                 "Build the optimizer with the same rank and dtype."
             )
-        if not bool(torch.isfinite(found).all()) or (name == "prec_diag" and not bool((found > 0).all())):
+        if not bool(torch.isfinite(found).all()) or not _positive(name, found):
             raise ValueError(f"state_dict[{name!r}] holds NaN, Inf or values that are not positive: it is damaged.")
+
+
+def _positive(name: str, found: Tensor) -> bool:
+    """Whether a tensor of a precision may be one; others always may."""
+    if name == "prec_matrix":
+        return not bool(torch.linalg.cholesky_ex(found).info.any())
+    return name != "prec_diag" or bool((found > 0).all())

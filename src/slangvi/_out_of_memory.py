@@ -24,6 +24,7 @@ PHRASES = (
 )
 KNOBS = {
     "rank": "lower rank: the factor, the new one and temporaries of the update are (L, P) each",
+    "matrix": "use slangvi.SLANG or slangvi.slang, whose precision is linear in P: here it is (P, P), several times",
     "rows": "lower the batch size or the number of draws (mc_samples): what is kept for the step grows with R",
     "limit": "give a memory_limit, which bounds the per-example gradients that are formed",
     "precision": "keep the model in bfloat16 or float32 rather than float64, or freeze part of it",
@@ -36,7 +37,7 @@ def out_of_memory_advice(doing: str, state: Any, kept: Any = ()) -> Iterator[Non
 
     Args:
         doing: what the block does, for the message: "in the update".
-        state: a method's state, with `spec` and perhaps `prec_factor` (L, P).
+        state: a method's state, with `spec` and perhaps `prec_factor` (L, P) or `prec_matrix` (P, P).
         kept: row groups kept for the step, or anything that holds tensors.
 
     Example:
@@ -63,16 +64,19 @@ def _is_shortage(error: Exception) -> bool:
 
 
 def _message(doing: str, state: Any, kept: Any, error: Exception) -> str:
-    factor = getattr(state, "prec_factor", None)
+    factor, matrix = getattr(state, "prec_factor", None), getattr(state, "prec_matrix", None)
     rank = 0 if factor is None else factor.shape[-2]
-    factor_bytes = 0 if factor is None else storage_bytes([factor])
+    what, largest = ("matrix", matrix) if factor is None else ("factor", factor)
+    what, largest = ("mean", state.loc) if largest is None else (what, largest)
+    factor_bytes = storage_bytes([largest])
     groups = [group for group in kept if hasattr(group, "num_rows")] if isinstance(kept, Iterable) else []
     count, kept_bytes = sum(group.num_rows for group in groups), storage_bytes(tensors_in(kept))
-    sizes = f"P = {state.spec.num_params:,} parameters, rank L = {rank}"
+    sizes = f"P = {state.spec.num_params:,} parameters" + (f", rank L = {rank}" if factor is not None else "")
     sizes += f", R = {count:,} gradient rows of {len(groups)} backward passes" if groups else ""
-    takes = f"The factor takes {human(factor_bytes)}"
+    takes = f"The {what} takes {human(factor_bytes)}"
     takes += f", what was kept of the passes for the step {human(kept_bytes)}" if kept_bytes else ""
-    order = ("rank", "rows") if factor_bytes > kept_bytes else ("rows", "rank")
+    size = "rank" if matrix is None else "matrix"
+    order = (size, "rows") if factor_bytes > kept_bytes else ("rows", size)
     knobs = "; ".join(KNOBS[key] for key in (*order, "limit", "precision") if key != "rank" or rank)
     return (
         f"memory ran out {doing}, with {sizes}. {takes}. State and weights are as they were. What helps, the largest "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, overload
@@ -117,15 +118,30 @@ def rate_at(name: str, schedule: Schedule, step: int, high: float = float("inf")
 
 
 def require_finite(what: str, step: int, spec: ParamSpec, remedy: str, *vectors: Tensor) -> None:
-    """Raise `NumericalError` naming the first parameter in which a (..., P) tensor is not finite."""
+    """Raise `NumericalError` naming the first parameter in which a tensor is not finite.
+
+    Args:
+        what: is looked at.
+        step: number of the step, for the message.
+        spec: layout.
+        remedy: what to do about it.
+        vectors: (..., P); leading dimensions of the first one are a batch, of which the first bad member is named.
+    """
     # NaN and Inf survive a sum, which is one pass without temporaries; only a suspicious sum is looked into.
-    if bool(torch.isfinite(torch.stack([v.sum() for v in vectors])).all()):
+    total = vectors[0].sum()
+    for other in vectors[1:]:
+        total = total + other.sum()
+    if math.isfinite(total):
         return
     if all(bool(torch.isfinite(v).all()) for v in vectors):
         return
-    bad = torch.stack([~torch.isfinite(v).reshape(-1, v.shape[-1]).all(0) for v in vectors]).any(0)
-    name, count = next((n, int(bad[s].sum())) for n, s in spec.slices.items() if bool(bad[s].any()))
+    batch = vectors[0].shape[:-1]
+    bad = torch.stack([~torch.isfinite(v).reshape(*batch, -1, v.shape[-1]).all(-2) for v in vectors]).any(0)
+    member = tuple(bad.nonzero()[0, :-1].tolist())
+    first = bad[member]
+    name, count = next((n, int(first[s].sum())) for n, s in spec.slices.items() if bool(first[s].any()))
+    where = f" in member {', '.join(map(str, member))} of the batch" if batch else ""
     raise NumericalError(
-        f"step {step}: {what} of parameter {name!r} is not finite ({count} of {bad[spec.slices[name]].numel()} "
-        f"entries). The state is unchanged. {remedy}"
+        f"step {step}: {what} of parameter {name!r} is not finite ({count} of {first[spec.slices[name]].numel()} "
+        f"entries){where}. The state is unchanged. {remedy}"
     )

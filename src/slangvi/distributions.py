@@ -1,4 +1,4 @@
-"""A multivariate normal whose precision, not covariance, is low-rank plus diagonal."""
+"""Multivariate normals given by their precision, not their covariance: low-rank plus diagonal, or dense."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch.distributions import (
 )
 from torch.distributions.utils import lazy_property
 
+from slangvi.linalg.dense import DensePrecision, factorize_dense
 from slangvi.linalg.lowrank import LowRankPrecision, factorize
 from slangvi.types import ParamSpec
 
-__all__ = ["LowRankPrecisionNormal"]
+__all__ = ["DensePrecisionNormal", "LowRankPrecisionNormal", "Posterior"]
 
 
 class LowRankPrecisionNormal(Distribution):
@@ -147,6 +148,57 @@ class LowRankPrecisionNormal(Distribution):
         return (self.prec_diag * diff.square()).sum(-1) + inner.square().sum(-1)
 
 
+class DensePrecisionNormal(MultivariateNormal):
+    """N(μ, P⁻¹) with a dense P: torch's `MultivariateNormal` that draws from a generator and knows a network's layout.
+
+    Args:
+        loc: μ, shape (..., P).
+        precision_matrix: P, positive definite, shape (..., P, P).
+        validate_args: as in torch.
+        param_spec: names and shapes behind the flat vector, when the distribution is over a network's weights.
+
+    Example:
+        >>> q = DensePrecisionNormal(torch.zeros(2), torch.tensor([[10.0, 0.0], [0.0, 4.0]]))
+        >>> q.variance
+        tensor([0.1000, 0.2500])
+    """
+
+    def __init__(
+        self,
+        loc: Tensor,
+        precision_matrix: Tensor,
+        validate_args: bool | None = None,
+        param_spec: ParamSpec | None = None,
+    ) -> None:
+        super().__init__(loc, precision_matrix=precision_matrix, validate_args=validate_args)
+        self.param_spec = param_spec
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> DensePrecisionNormal:
+        """The same distribution with a larger batch shape, without copying."""
+        new: DensePrecisionNormal = self._get_checked_instance(DensePrecisionNormal, _instance)  # type: ignore[no-untyped-call]
+        new.param_spec = self.param_spec
+        super().expand(batch_shape, _instance=new)  # type: ignore[no-untyped-call]
+        return new
+
+    @lazy_property
+    def precision(self) -> DensePrecision:
+        """The factorised precision: solve, sample, inverse diagonal, logdet."""
+        return factorize_dense(self.precision_matrix)
+
+    def rsample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Differentiable draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
+        return self.precision.sample(torch.Size(sample_shape), generator, self.loc)
+
+    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Draws without gradients, (*sample_shape, ..., P)."""
+        with torch.no_grad():
+            return self.rsample(sample_shape, generator)
+
+
+# What the methods' `posterior` returns.
+Posterior = LowRankPrecisionNormal | DensePrecisionNormal
+
+
 def _check_shapes(loc: Tensor, prec_factor: Tensor, prec_diag: Tensor) -> None:
     if loc.ndim < 1:
         raise ValueError("loc must be at least one-dimensional, (..., P), got a scalar.")
@@ -200,7 +252,7 @@ def _kl_lowrank_lowrank(q: LowRankPrecisionNormal, p: LowRankPrecisionNormal) ->
     return _gaussian_kl(trace, quadratic, q.event_shape[0], q.precision.logdet(), p.precision.logdet())
 
 
-def _kl_lowrank_diagonal(q: LowRankPrecisionNormal, p: Normal | Independent[Any]) -> Tensor:
+def _kl_to_diagonal(q: LowRankPrecisionNormal | DensePrecisionNormal, p: Normal | Independent[Any]) -> Tensor:
     loc, scale = _diagonal(p, q.event_shape[0])
     trace = (q.variance / scale.square()).sum(-1)
     quadratic = ((q.loc - loc) / scale).square().sum(-1)
@@ -230,6 +282,13 @@ def _kl_dense_lowrank(q: MultivariateNormal, p: LowRankPrecisionNormal) -> Tenso
     return _gaussian_kl(trace, quadratic, p.event_shape[0], _dense_logdet(q), p.precision.logdet())
 
 
+def _kl_diagonal_dense(q: Normal | Independent[Any], p: DensePrecisionNormal) -> Tensor:
+    loc, scale = _diagonal(q, p.event_shape[0])
+    trace = (p.precision_matrix.diagonal(dim1=-2, dim2=-1) * scale.square()).sum(-1)
+    quadratic = ((loc - p.loc).unsqueeze(-2) @ p.precision.cholesky).square().sum((-2, -1))
+    return _gaussian_kl(trace, quadratic, p.event_shape[0], -2.0 * scale.log().sum(-1), p.precision.logdet())
+
+
 def _dense_logdet(normal: MultivariateNormal) -> Tensor:
     """Logdet of the precision of a dense normal."""
     return -2.0 * normal.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -239,5 +298,7 @@ register_kl(LowRankPrecisionNormal, LowRankPrecisionNormal)(_kl_lowrank_lowrank)
 register_kl(LowRankPrecisionNormal, MultivariateNormal)(_kl_lowrank_dense)
 register_kl(MultivariateNormal, LowRankPrecisionNormal)(_kl_dense_lowrank)
 for _kind in (Normal, Independent):
-    register_kl(LowRankPrecisionNormal, _kind)(_kl_lowrank_diagonal)
+    register_kl(LowRankPrecisionNormal, _kind)(_kl_to_diagonal)
     register_kl(_kind, LowRankPrecisionNormal)(_kl_diagonal_lowrank)
+    register_kl(DensePrecisionNormal, _kind)(_kl_to_diagonal)
+    register_kl(_kind, DensePrecisionNormal)(_kl_diagonal_dense)

@@ -2,7 +2,17 @@
 
 import torch
 
-__all__ = ["MemoryExceededError", "NumericalError", "UnsupportedModuleError", "UnverifiedGradientsWarning"]
+__all__ = [
+    "DataError",
+    "MemoryExceededError",
+    "NumericalError",
+    "UnsupportedModuleError",
+    "UnverifiedGradientsWarning",
+]
+
+
+class DataError(RuntimeError):
+    """A data file is missing, damaged, not what it should be, or could not be fetched; the message says what to do."""
 
 
 class MemoryExceededError(torch.OutOfMemoryError):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from slangvi import _checks
 from slangvi.errors import NumericalError
+from slangvi.quadrature import softplus_expectations
 
 __all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "likelihood_named"]
 
@@ -87,6 +88,44 @@ class Bernoulli(Likelihood):
     def predictive(self, outputs: Tensor) -> Tensor:
         """Sigmoid."""
         return outputs.sigmoid()
+
+    def expected_log_prob(self, mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
+        """E[log p(y | f)] for logits f ~ N(mean, variance), entry by entry and without sampling.
+
+        Args:
+            mean: mean of each logit, (...).
+            variance: variance of each logit ≥ 0, (...).
+            targets: y in [0, 1], (...).
+
+        Returns:
+            y·mean − E[log(1 + eᶠ)], accurate to about 1e-13 in float64, (...).
+
+        Example:
+            >>> Bernoulli().expected_log_prob(torch.zeros(2), torch.tensor([0.0, 9.0]), torch.ones(2))
+            tensor([-0.6931, -1.3941])
+        """
+        return targets * mean - softplus_expectations(mean, variance, orders=1)[0]
+
+    def predictive_from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Probability of class 1 for logits f ~ N(mean, variance): E[σ(f)], without sampling, (...).
+
+        Example:
+            >>> Bernoulli().predictive_from_moments(torch.tensor(2.0), torch.tensor([0.0, 9.0]))
+            tensor([0.8808, 0.7174])
+        """
+        return softplus_expectations(mean, variance, orders=2)[1]
+
+    def predictive_log_prob(self, mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
+        """Log of E[p(y | f)] for logits f ~ N(mean, variance) and classes y ∈ {0, 1}, without sampling, (...).
+
+        Where the probability is too small to tell from rounding errors, its lower bound E[log p(y | f)] stands in.
+        """
+        if not bool(((targets == 0) | (targets == 1)).all()):
+            raise ValueError("targets must be 0 or 1, got other values. Code the classes as 0 and 1.")
+        signed = torch.where(targets == 1, mean, -mean)
+        softplus, probability = softplus_expectations(signed, variance, orders=2)
+        tiny = torch.finfo(probability.dtype).tiny
+        return torch.maximum(probability.clamp_min(tiny).log(), signed - softplus)
 
 
 class Gaussian(Likelihood):

@@ -332,9 +332,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         hyper.prior()
         fresh = self._begin(mirror.named, hyper.per_parameter("init_precision"))
         if old is not None:
-            size = old.spec.num_params
             for name, value in tensors_of(old):
-                getattr(fresh, name)[..., :size] = value
+                getattr(fresh, name)[tuple(slice(length) for length in value.shape)] = value
             fresh = replace(fresh, step=old.step)  # type: ignore[type-var]
         self._spec, self._mirror, self._name_of, self._hyper, self._state = spec, mirror, name_of, hyper, fresh
         options = self.settings

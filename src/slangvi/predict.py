@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import _checks
-from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.distributions import Posterior
 from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.likelihoods import Likelihood, likelihood_named
 from slangvi.types import ParamSpec
@@ -20,7 +20,7 @@ __all__ = ["functional_samples", "predictive_samples"]
 
 def functional_samples(
     model: nn.Module,
-    posterior: LowRankPrecisionNormal,
+    posterior: Posterior,
     x: Any,
     n_samples: int = 32,
     *,
@@ -45,8 +45,9 @@ def functional_samples(
         (S, n, ...), on the model's device.
 
     Example:
+        >>> import slangvi
         >>> model = nn.Linear(3, 2)
-        >>> q = LowRankPrecisionNormal(torch.zeros(8), torch.zeros(8, 1), torch.ones(8))
+        >>> q = slangvi.LowRankPrecisionNormal(torch.zeros(8), torch.zeros(8, 1), torch.ones(8))
         >>> functional_samples(model, q, torch.zeros(4, 3), n_samples=5).shape
         torch.Size([5, 4, 2])
     """
@@ -55,7 +56,7 @@ def functional_samples(
 
 def predictive_samples(
     model: nn.Module,
-    posterior: LowRankPrecisionNormal,
+    posterior: Posterior,
     x: Any,
     n_samples: int = 32,
     *,
@@ -83,7 +84,7 @@ def predictive_samples(
 
 def _samples(
     model: nn.Module,
-    posterior: LowRankPrecisionNormal,
+    posterior: Posterior,
     x: Any,
     n_samples: int,
     chunk: int | None,
@@ -125,7 +126,7 @@ def _call(model: nn.Module, params: dict[str, Tensor], x: Any) -> Tensor:
     return outputs
 
 
-def _spec_of(model: nn.Module, posterior: LowRankPrecisionNormal) -> ParamSpec:
+def _spec_of(model: nn.Module, posterior: Posterior) -> ParamSpec:
     spec = posterior.param_spec or ParamSpec.of_module(model)
     if posterior.batch_shape:
         raise ValueError(f"posterior must be a single distribution, got batch shape {tuple(posterior.batch_shape)}.")

@@ -206,7 +206,9 @@ class GradientOperator(Protocol):
     """Per-example gradients G (R rows, P columns), seen through five products.
 
     Rows are gradients of the *negative* log-likelihood of one example at one sample of the weights. `form` is for
-    problems with fewer parameters than rows, where G is smaller than its Gram.
+    problems with fewer parameters than rows, where G is smaller than its Gram. Operators over a batch of problems have
+    its dimensions in front of every result. One that merges parallel rows, so that `form`, `gram`, `mm` and `t_mm` have
+    fewer than R, says how many in an attribute `num_merged`; GᵀG is the same.
     """
 
     @property

@@ -11,7 +11,7 @@ import pytest
 from slangvi.bench import BENCHES, layers, own, peers, replicas, scale, step
 from slangvi.bench._measure import BASELINE, FLOOR
 from slangvi.bench._record import Row, Settings
-from slangvi.bench.run import _cpu_name, environment
+from slangvi.bench.run import environment
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -49,13 +49,6 @@ def test_the_environment_says_how_to_repeat_a_run(quick_run):
     assert about["threads"] == 1
     assert {"torch", "python", "slangvi", "peers", "date", "device", "seconds"} <= about.keys()
     assert environment("scale", Settings(repeats=3), 1.0)["command"] == "slangvi bench scale --device cpu --repeats 3"
-
-
-def test_processors_are_named_where_the_system_knows(tmp_path):
-    listing = tmp_path / "cpuinfo"
-    listing.write_text("processor\t: 0\nmodel name\t: Fast Chip 9000\nmodel name\t: Fast Chip 9000\n")
-    assert _cpu_name(listing) == "Fast Chip 9000"
-    assert _cpu_name(tmp_path / "none")
 
 
 # ---- step ----

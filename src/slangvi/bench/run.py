@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-import re
 import time
-from importlib import import_module, metadata
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from slangvi._version import __version__
+from slangvi import _environment
 from slangvi.bench._measure import Step, median_seconds
 from slangvi.bench._record import Record, Settings
 from slangvi.bench.limits import Rates
@@ -33,32 +30,8 @@ def run(name: str, settings: Settings) -> Record:
 def environment(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
     """What one must know to repeat a run."""
     quick = " --quick" if settings.quick else ""
-    return {
-        "command": f"slangvi bench {name} --device {settings.device} --repeats {settings.repeats}{quick}",
-        "device_type": settings.device,
-        "device": torch.cuda.get_device_name() if settings.device == "cuda" else _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "slangvi": __version__,
-        "peers": {peer: version for peer in PEERS if (version := _version(peer))},
-        "date": time.strftime("%Y-%m-%d"),
-        "seconds": round(seconds, 1),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_name(listing: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor by its makers' name where the system tells it."""
-    text = listing.read_text(encoding="utf-8") if listing.is_file() else ""
-    found = re.search(r"^model name\s*: (.+)$", text, re.M)
-    return found[1].strip() if found else platform.processor() or "cpu"
+    command = f"slangvi bench {name} --device {settings.device} --repeats {settings.repeats}{quick}"
+    return _environment.environment(command, settings.device, seconds) | {"peers": _environment.versions(PEERS)}
 
 
 def measure_rates(settings: Settings) -> Rates:

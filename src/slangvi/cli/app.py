@@ -12,6 +12,8 @@ import click
 
 from slangvi._version import __version__
 from slangvi.cli.bench import bench
+from slangvi.cli.data import data
+from slangvi.cli.reproduce import reproduce
 
 __all__ = ["app"]
 
@@ -23,6 +25,8 @@ def app() -> None:
 
 
 app.add_command(bench)
+app.add_command(data)
+app.add_command(reproduce)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from slangvi.grads.dense import DenseGradients as DenseGradients
 from slangvi.grads.dense import per_example_gradients as per_example_gradients
 from slangvi.grads.factored import FactoredGradients as FactoredGradients
 from slangvi.grads.factored import RowGroup as RowGroup
+from slangvi.grads.linear_predictor import LinearPredictorGradients as LinearPredictorGradients
 from slangvi.grads.rules import register_rule as register_rule
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "FactoredGradients",
     "Formed",
     "GradientCapture",
+    "LinearPredictorGradients",
     "Outer",
     "RowGroup",
     "Rows",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slangvi.linalg.subspace import OVERSAMPLING, projected, ritz, sharpened, starting_block
 
-__all__ = ["Eigenpairs", "leading_eigenpairs"]
+__all__ = ["Eigenpairs", "decomposed", "leading_eigenpairs"]
 
 # Products between two looks at the residual, how many looks, and how often a Krylov space may grow.
 STEPS = 3
@@ -73,10 +73,18 @@ def iteration_pays(size: int, count: int) -> bool:
     return count > 0 and size >= 32 and size > 4 * (count + OVERSAMPLING)
 
 
-def _full(matrix: Tensor, count: int) -> Eigenpairs:
+def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """All eigenvalues, smallest first, and their vectors as columns."""
     # A GPU is slower than a CPU on a single matrix of a few hundred rows.
-    at_home = matrix.ndim == 2 and matrix.shape[-1] <= _SMALL
-    values, vectors = (x.to(matrix.device) for x in torch.linalg.eigh(matrix.cpu() if at_home else matrix))
+    if matrix.is_cuda and matrix.ndim == 2 and matrix.shape[-1] <= _SMALL:
+        values, vectors = torch.linalg.eigh(matrix.cpu())
+        return values.to(matrix.device), vectors.to(matrix.device)
+    values, vectors = torch.linalg.eigh(matrix)
+    return values, vectors
+
+
+def _full(matrix: Tensor, count: int) -> Eigenpairs:
+    values, vectors = decomposed(matrix)
     first = values.shape[-1] - count
     leading = values[..., first:].flip(-1).clamp_min(0.0)
     return Eigenpairs(leading, vectors[..., first:].flip(-1), values.new_zeros(values.shape[:-1]))

@@ -82,7 +82,7 @@ class LowRankPrecision:
     def spectrum(self) -> tuple[Tensor, Tensor]:
         """√(1+s) and Q of VᵀV = Q diag(s) Qᵀ, without gradient."""
         values, vectors = torch.linalg.eigh(self.gram.detach())
-        return values.clamp_min(0.0).add(1.0).sqrt(), vectors
+        return values.clamp_min_(0.0).add_(1.0).sqrt_(), vectors
 
     def sample(
         self,
@@ -92,7 +92,8 @@ class LowRankPrecision:
     ) -> Tensor:
         """Draws of shape (*sample_shape, ..., P) around `loc`, or around zero."""
         noise = standard_normal((*sample_shape, *self.diag.shape), self.diag, generator)
-        if self.factor.requires_grad or self.diag.requires_grad or self.factor.ndim > 2 or noise.ndim < 2:
+        alike = self.factor.ndim == self.diag.ndim + 1 and noise.ndim > 1
+        if self.factor.requires_grad or self.diag.requires_grad or not alike:
             drawn = self.transform_noise(noise)
             return drawn if loc is None else loc + drawn
         # The same without a temporary for every step on the way.
@@ -103,9 +104,13 @@ class LowRankPrecision:
 
     def _rooted(self, inner: Tensor) -> Tensor:
         """c(VᵀV) y for y of shape (..., L)."""
-        found = _InverseRoot.apply(self.gram, inner.to(torch.float64), *self.spectrum)  # type: ignore[no-untyped-call]
-        rooted: Tensor = found.to(inner.dtype)
-        return rooted
+        double = inner.to(torch.float64)
+        if self.gram.requires_grad or inner.requires_grad:
+            found: Tensor = _InverseRoot.apply(self.gram, double, *self.spectrum)  # type: ignore[no-untyped-call]
+        else:
+            roots, vectors = self.spectrum
+            found = _turn(vectors, _damped(_turn(vectors.mT, double), roots))
+        return found.to(inner.dtype)
 
     def inv_diag(self) -> Tensor:
         """Diagonal of (UUᵀ + diag d)⁻¹, (..., P).
@@ -172,7 +177,10 @@ def _cholesky(matrix: Tensor) -> Tensor:
     """
     if matrix.shape[-1] == 1:
         return matrix.sqrt()
+    factor: Tensor
     factor, failed = torch.linalg.cholesky_ex(matrix)
+    if matrix.device.type == "cpu" and _plain(matrix) and not bool(failed.any()):
+        return factor
     spoilt: Tensor = factor + torch.where(failed > 0, torch.nan, 0.0)[..., None, None]
     return spoilt
 
@@ -191,7 +199,7 @@ class _InverseRoot(torch.autograd.Function):
         turned = _turn(vectors.mT, y)
         ctx.save_for_backward(turned, roots, vectors)
         ctx.gram_shape = gram.shape
-        return _turn(vectors, -turned / (roots * (1.0 + roots)))
+        return _turn(vectors, _damped(turned, roots))
 
     @staticmethod
     @once_differentiable
@@ -201,12 +209,19 @@ class _InverseRoot(torch.autograd.Function):
         a, b = roots.unsqueeze(-1), roots.unsqueeze(-2)
         slopes = (1.0 / (a * b) - 1.0 / ((1.0 + a) * (1.0 + b))) / (a + b)
         inner = slopes * (grad.unsqueeze(-1) * turned.unsqueeze(-2)).sum_to_size(ctx.gram_shape)
-        return vectors @ inner @ vectors.mT, _turn(vectors, -grad / (roots * (1.0 + roots))), None, None
+        return vectors @ inner @ vectors.mT, _turn(vectors, _damped(grad, roots)), None, None
+
+
+def _damped(turned: Tensor, roots: Tensor) -> Tensor:
+    """c(s) y in the eigenbasis, given √(1+s)."""
+    return turned / -torch.addcmul(roots, roots, roots)
 
 
 def _turn(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Matrix (..., L, L) times vector (..., L)."""
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+    """Matrix (..., L, L) times vector (..., L); a leading dimension more is samples, which go through one product."""
+    if vector.ndim == matrix.ndim:
+        return product(vector.movedim(0, -2), matrix.mT).movedim(-2, 0)
+    return product(matrix, vector.unsqueeze(-1)).squeeze(-1)
 
 
 def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:
@@ -233,7 +248,7 @@ def gram_float64(rows: Tensor, diag: Tensor | None = None) -> Tensor:
         return _gram_of_long_rows(rows, None if diag is None else diag.rsqrt())
     weights = None if diag is None else diag.to(torch.float64).rsqrt().unsqueeze(-2)
     double = rows.to(torch.float64) if weights is None else rows * weights
-    return double @ double.mT
+    return product(double, double.mT)
 
 
 def _is_long(rows: Tensor) -> bool:
@@ -264,7 +279,7 @@ def _plain(x: Tensor) -> bool:
 
 def column_squares(rows: Tensor) -> Tensor:
     """Diagonal of UUᵀ for U by rows, (..., L, P) → (..., P)."""
-    if rows.device.type == "cpu" and rows.ndim == 2 and len(rows) and _plain(rows):
+    if rows.device.type == "cpu" and rows.ndim == 2 and len(rows) and rows.shape[1] >= _BLOCK and _plain(rows):
         total = rows[0].square()
         for row in rows[1:]:
             total.addcmul_(row, row)  # one row after the other stays in the cache, all squares together do not
@@ -292,25 +307,30 @@ def contract(rows: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> 
     return total.to(dtype or rows.dtype)
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Matrices or batches of them multiplied, without the reshaping that matmul does to a batch first."""
+    return torch.bmm(a, b) if a.ndim == 3 == b.ndim and len(a) == len(b) else a @ b
+
+
 def _contract(rows: Tensor, vector: Tensor) -> Tensor:
     """Rows (..., L, P) against x (..., P) → (..., L); extra leading dimensions of x are samples."""
     if rows.ndim == 2:
         return contract(vector, rows) if vector.ndim == 2 else vector @ rows.mT
     if vector.ndim == rows.ndim:  # samples go through one product for each member of the batch
-        return (vector.movedim(0, -2) @ rows.mT).movedim(-2, 0)
-    return (rows @ vector.unsqueeze(-1)).squeeze(-1)
+        return product(vector.movedim(0, -2), rows.mT).movedim(-2, 0)
+    return product(rows, vector.unsqueeze(-1)).squeeze(-1)
 
 
 def sums(*vectors: Tensor) -> Tensor:
-    """The sum of each vector (..., P), (..., K); a GPU adds all in one go."""
-    if vectors[0].device.type == "cuda":
+    """The sum of each vector (..., P), (..., K); short ones are added in one go, and so does a GPU."""
+    if vectors[0].device.type == "cuda" or vectors[0].numel() < _LONG:
         return torch.stack(vectors, -2).sum(-1)
     return torch.stack([vector.sum(-1) for vector in vectors], -1)
 
 
 def mix(weights: Tensor, rows: Tensor) -> Tensor:
     """Rows combined with weights, (..., K, L) and (..., L, P) → (..., K, P); an outer product is no work for a GEMM."""
-    return weights * rows if rows.shape[-2] == 1 else weights @ rows
+    return weights * rows if rows.shape[-2] == 1 else product(weights, rows)
 
 
 def _lift(rows: Tensor, inner: Tensor) -> Tensor:
@@ -321,4 +341,4 @@ def _lift(rows: Tensor, inner: Tensor) -> Tensor:
         return inner * rows[0] if len(rows) == 1 else inner @ rows
     if inner.ndim == rows.ndim:
         return mix(inner.movedim(0, -2), rows).movedim(-2, 0)
-    return (inner.unsqueeze(-2) @ rows).squeeze(-2)
+    return product(inner.unsqueeze(-2), rows).squeeze(-2)

@@ -9,6 +9,9 @@ directions need no care. Three routes lead to W:
   when the Gram is dear: many rows, or layers with many positions.
 - **parameters**: with P < L+R the P×P matrix is the smaller one and is decomposed instead.
 
+Where only U⁺ is wanted and not its single columns, a float64 matrix that is formed need not be decomposed: its leading
+space is followed from the previous factor (see `tracking`).
+
 `Problem` holds the pieces apart, so that the products, the eigenproblem and the recombination can be run one by one:
 inside a captured graph, or for many replicas at once.
 """
@@ -24,22 +27,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slangvi.linalg import krylov
-from slangvi.linalg.krylov import Eigenpairs, iteration_pays, leading_eigenpairs
-from slangvi.linalg.lowrank import contract, gram_float64, mix
+from slangvi.linalg.krylov import Eigenpairs, decomposed, iteration_pays, leading_eigenpairs
+from slangvi.linalg.lowrank import column_squares, contract, gram_float64, mix, product
 from slangvi.linalg.subspace import OVERSAMPLING, projected, ritz, sharpened, starting_block
+from slangvi.linalg.tracking import first_rounds, tracked, tracking_pays
 from slangvi.types import GradientOperator
 
-__all__ = ["Problem", "Route", "TopFactor", "choose_route", "pairs_of", "top_factor"]
+__all__ = ["Problem", "Route", "Solved", "TopFactor", "choose_route", "pairs_of", "top_factor"]
 
 Route = Literal["gram", "randomized", "parameters"]
 
 # Residual allowed relative to the largest eigenvalue: far below the 1e-4 that float32 promises, far above its rounding.
-# In float64 the full decomposition keeps the last digits.
+# Pairs asked for in float64 are those of the full decomposition.
 TOLERANCE = {torch.float32: 1e-6}
 # The products of the randomized route are rounded to the factor's own dtype every time.
 _APPLIED_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 # Looks at the residual before the randomized route gives up and forms the Gram.
 _APPLIED_LOOKS = 4
+# Error of U⁺U⁺ᵀ allowed relative to the largest eigenvalue when the previous factor is followed instead of decomposing
+# in full: as far below the 1e-10 that float64 promises as above its rounding.
+TRACKED_TOLERANCE = {torch.float64: 1e-12}
 
 
 class TopFactor(NamedTuple):
@@ -56,6 +63,20 @@ class TopFactor(NamedTuple):
     factor: Tensor
     spectrum: Tensor
     total: Tensor
+    residual: Tensor
+
+
+class Solved(NamedTuple):
+    """What `Problem.solve` returns.
+
+    Args:
+        factor: U⁺ by rows, (..., L, P).
+        leading: the L leading eigenvalues in any order, (..., L), or matrices that have them, (..., L, L).
+        residual: bound on the error of U⁺U⁺ᵀ or of the pairs relative to the largest eigenvalue, 0 in full, (...).
+    """
+
+    factor: Tensor
+    leading: Tensor
     residual: Tensor
 
 
@@ -83,7 +104,7 @@ class Problem:
     def size(self) -> int:
         """Rows of the small matrix."""
         rank, params = self.factor.shape[-2:]
-        return params if self.route == "parameters" else rank + self.gradients.num_rows
+        return params if self.route == "parameters" else rank + _height(self.gradients)
 
     @property
     def known(self) -> int:
@@ -94,8 +115,7 @@ class Problem:
     def matrix(self) -> Tensor:
         """The small matrix itself, float64, (..., n, n)."""
         if self.route == "parameters":
-            rows = self.gradients.form() * self._gain_root
-            return gram_float64((self._keep_root * self.factor).mT) + gram_float64(rows.mT)
+            return self._parameters_matrix()
         old, (a, b) = self._old, self._roots
         cross = self.gradients.mm(old if self._columns is None else old * self._columns) * (a * b)
         uniform = self.gain_per_tensor is None
@@ -103,6 +123,14 @@ class Problem:
         # In float32 the other parts are rounded to it as well.
         corner = gram_float64(old) if old.dtype == torch.float64 or old.ndim > 2 else contract(old, old)
         return _bordered(corner.to(torch.float64) * (a * a), cross, gram)
+
+    def _parameters_matrix(self) -> Tensor:
+        """A, float64, (..., P, P)."""
+        rows, factor, keep, gain = self.gradients.form(), self.factor, self.keep, self.gain
+        batches = rows.dtype == torch.float64 and rows.ndim == factor.ndim == 3
+        if batches and isinstance(keep, float) and isinstance(gain, float):
+            return torch.baddbmm(torch.bmm(rows.mT, rows), factor.mT, factor, beta=gain, alpha=keep)
+        return gram_float64((self._keep_root * factor).mT) + gram_float64((rows * self._gain_root).mT)
 
     def prepare(self) -> None:
         """Compute now what is otherwise computed when first needed: what is captured must be captured in order."""
@@ -131,7 +159,48 @@ class Problem:
         if self.route != "parameters":
             return self.combined(vectors)
         new = (vectors * values.sqrt().unsqueeze(-2)).mT.to(self.factor.dtype)
-        return F.pad(new, (0, 0, 0, self.factor.shape[-2] - new.shape[-2]))
+        missing = self.factor.shape[-2] - new.shape[-2]
+        return F.pad(new, (0, 0, 0, missing)) if missing else new
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of A, (..., P)."""
+        if self.route == "parameters" and self.factor.shape[-2]:  # without a factor the matrix is not needed
+            return self.matrix.diagonal(dim1=-2, dim2=-1).to(self.factor.dtype)
+        return self.keep * column_squares(self.factor) + self.gain * self.gradients.square_sum()
+
+    def solve(self) -> Solved:
+        """U⁺ with U⁺U⁺ᵀ the best approximation; its rows need not be single eigenvectors."""
+        tolerance, rank = TRACKED_TOLERANCE.get(self.factor.dtype, 0.0), self.factor.shape[-2]
+        lanes = self.factor.shape[:-2].numel()
+        if tolerance == 0.0 or self.route == "randomized" or not tracking_pays(lanes, self.size, rank):
+            return self._solved_in_full()
+        # The previous factor lies along the first L coordinates of the Gram, and is its own start otherwise.
+        matrix, spanned = self.matrix, self.route == "gram"
+        image = matrix[..., :rank] if spanned else product(matrix, self.factor.mT)
+        share = 0.0 if isinstance(self.keep, Tensor) else 1.0 - self.keep
+        rows, leading, errors = tracked(matrix, image, tolerance, first_rounds(tolerance, share), spanned)
+        missed = [k for k, error in enumerate(errors) if error > tolerance]
+        if len(missed) == lanes:
+            return self._solved_in_full()
+        residual = torch.tensor(errors, dtype=matrix.dtype, device=matrix.device)
+        if missed:  # these are decomposed on their own
+            values, vectors, exact = leading_eigenpairs(matrix.view(lanes, self.size, -1)[missed], rank)
+            whole = vectors if spanned else vectors * values.sqrt().unsqueeze(-2)
+            rows.view(lanes, rank, -1)[missed] = whole.mT
+            leading.view(lanes, rank, -1)[missed] = torch.diag_embed(values)
+            residual[missed] = exact
+        return Solved(self.combined(rows.mT) if spanned else rows, leading, residual.view(matrix.shape[:-2]))
+
+    def _solved_in_full(self) -> Solved:
+        rank = self.factor.shape[-2]
+        if self.route != "parameters" or not 0 < rank <= self.size:
+            pairs = self.pairs()
+            factor = self.solution(pairs.values, pairs.vectors)
+            return Solved(factor, padded_spectrum(pairs.values, factor), relative_residual(pairs))
+        values, vectors = decomposed(self.matrix)
+        leading = values[..., -rank:].clamp_min(0.0)
+        factor = self.solution(leading, vectors[..., -rank:])
+        return Solved(factor, leading.to(factor.dtype), values.new_zeros(values.shape[:-1]))
 
     def pairs(self, tried: bool = False) -> Eigenpairs:
         """Leading eigenpairs of the small matrix; `tried` when subspace iteration is known to be too slow for it."""
@@ -199,7 +268,7 @@ def choose_route(factor: Tensor, gradients: GradientOperator) -> Route:
     parameters   whenever P < L + R
     """
     rank, params = factor.shape[-2:]
-    rows, wish = gradients.num_rows, gradients.spectrum_route
+    rows, wish = _height(gradients), gradients.spectrum_route
     if wish == "gram":
         return "gram"
     if params < rank + rows:
@@ -211,6 +280,11 @@ def choose_route(factor: Tensor, gradients: GradientOperator) -> Route:
     # In float64 the tolerance is so small that the Gram would be formed in the end anyway.
     pays = applied < gram and factor.dtype == torch.float32
     return "randomized" if pays or wish == "randomized" else "gram"
+
+
+def _height(gradients: GradientOperator) -> int:
+    """Rows of the operator's Gram: fewer than R where it has merged parallel ones."""
+    return int(getattr(gradients, "num_merged", gradients.num_rows))
 
 
 def top_factor(

@@ -281,7 +281,7 @@ class Captured(ABC):
         self.gram_is_there.record()  # the CPU works on it while the rest runs
         self.add_up()
         loc, _, momentum = self.state[:3]
-        average, gradient = drift(loc, momentum, self.observed, self.weight, self.prior, self.rates)
+        average, gradient = drift(loc, momentum, self.observed.total, self.weight, self.prior, self.rates)
         self._keep(loc - self.rates.lr * precision.solve(gradient), average, widened)
 
     def _reach(self, squares: Tensor, total: Tensor, diag: Tensor) -> Tensor:
@@ -347,6 +347,7 @@ class Captured(ABC):
         for row, value in enumerate((loc, widened.precision.diag, momentum)):
             self.state[row] = value
         self.state[3:] = widened.precision.factor
+        assert widened.squares is not None
         self.squares.copy_(widened.squares)
 
     def received(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slangvi._steps import ELBO, Prior, require_finite
-from slangvi.linalg import LowRankPrecision, factorize
+from slangvi.linalg import LowRankPrecision
+from slangvi.linalg.small import SmallPrecision, factorize_batch
 from slangvi.linalg.topk import padded_spectrum
 from slangvi.methods._awaited import Awaited, awaiting, settle
 from slangvi.methods._gather import GRADIENT_REMEDY
+from slangvi.methods._gaussian import kl_to_prior
 from slangvi.methods._graph import Launched
 from slangvi.methods._lowrank_step import Proposed
 from slangvi.types import ParamSpec
@@ -25,13 +28,13 @@ STATE_REMEDY = "Lower lr, raise prior_precision or init_precision, or use float6
 
 @dataclass(frozen=True, eq=False)
 class State(Awaited):
-    """What the next step needs.
+    """What the next step needs; leading dimensions, the same everywhere, are runs that go in lockstep.
 
     Args:
-        loc: μ, (P,).
-        prec_factor: U by rows, (L, P).
-        prec_diag: d, (P,).
-        momentum: m, the running mean of likelihood gradients, (P,).
+        loc: μ, (..., P).
+        prec_factor: U by rows, (..., L, P).
+        prec_diag: d, (..., P).
+        momentum: m, the running mean of likelihood gradients, (..., P).
         step: steps taken so far.
         spec: names and shapes behind the flat vectors.
     """
@@ -44,22 +47,25 @@ class State(Awaited):
     spec: ParamSpec
 
     @cached_property
-    def precision(self) -> LowRankPrecision:
-        """UUᵀ + diag d, factorised once per state."""
-        return factorize(self.prec_factor, self.prec_diag)
+    def precision(self) -> LowRankPrecision | SmallPrecision:
+        """UUᵀ + diag d, factorised once per state; `sample((S,), generator, loc)` gives draws of shape (S, ..., P)."""
+        return factorize_batch(self.prec_factor, self.prec_diag)
 
 
 @dataclass(frozen=True, eq=False)
 class Info(Awaited):
     """What a step can tell besides the new state.
 
+    For runs in lockstep every number is a tensor with their leading dimensions.
+
     Args:
         step: number of the step, from 1.
         num_rows: R, per-example gradients used.
-        leading: the leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,), or a matrix that has them, (L, L).
-        total: sum of all its eigenvalues; `captured` is the share that U⁺ holds.
-        residual: bound on the relative error of those eigenpairs; 0 when they were computed in full.
-        clipped: Σ of negative diagonal corrections set to zero; rounding only.
+        leading: the leading L eigenvalues of (1−β)UUᵀ + βĜ in any order, (..., L), or a matrix that has them,
+            (..., L, L).
+        total: sum of all its eigenvalues; `captured` is the share that U⁺ holds, (...).
+        residual: bound on the relative error of U⁺U⁺ᵀ or of those eigenpairs; 0 when they were computed in full, (...).
+        clipped: Σ of negative diagonal corrections set to zero; rounding only, (...).
         expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
     """
 
@@ -76,23 +82,23 @@ class Info(Awaited):
 
     @cached_property
     def spectrum(self) -> Tensor:
-        """Leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (L,)."""
-        if self.leading.ndim == 1:
-            return self.leading
-        values: Tensor = torch.linalg.eigvalsh(self.leading)
-        return values.flip(-1).clamp_min(0.0)
+        """Leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (..., L)."""
+        single = self.leading.ndim == self.total.ndim + 1
+        values: Tensor = self.leading if single else torch.linalg.eigvalsh(self.leading)
+        return values.sort(dim=-1, descending=True).values.clamp_min(0.0)
 
     @property
-    def captured(self) -> float:
+    def captured(self) -> Any:
         """Share of the curvature's trace that the low-rank part holds, 0…1."""
-        total = float(self.total)
-        return float(self.spectrum.sum()) / total if total > 0 else 1.0
+        share = torch.where(self.total > 0, self.spectrum.sum(-1) / self.total, 1.0)
+        return share if share.ndim else float(share)
 
     @property
-    def rank_used(self) -> int:
+    def rank_used(self) -> Any:
         """Directions whose eigenvalue is above rounding."""
-        tiny = torch.finfo(self.spectrum.dtype).eps * float(self.total)
-        return int((self.spectrum > tiny).sum())
+        tiny = torch.finfo(self.spectrum.dtype).eps * self.total.unsqueeze(-1)
+        used = (self.spectrum > tiny).sum(-1)
+        return used if used.ndim else int(used)
 
     @property
     def loss(self) -> float:
@@ -100,23 +106,17 @@ class Info(Awaited):
         return -self.expected_log_likelihood
 
     @cached_property
-    def kl(self) -> float:
+    def kl(self) -> Any:
         """KL(q ‖ prior) after the step, computed when first asked for."""
         assert self._state is not None
         assert self._prior is not None
-        return float(kl_to_prior(self._state, self._prior))
+        found = kl_to_prior(self._state, self._prior)
+        return found if found.ndim else float(found)
 
     @property
     def elbo(self) -> ELBO:
         """Both parts together."""
         return ELBO(self.expected_log_likelihood, self.kl)
-
-
-def kl_to_prior(state: State, prior: Prior) -> Tensor:
-    r"""$\tfrac12[\sum\lambda\,\mathrm{diag}\Sigma + \sum\lambda(\mu-\mu_0)^2 - P - \sum\log\lambda + \log\det]$."""
-    lam = prior.precision
-    spread = (lam * state.precision.inv_diag()).sum() + (lam * (state.loc - prior.mean).square()).sum()
-    return 0.5 * (spread - len(lam) - lam.log().sum() + state.precision.logdet())
 
 
 def state_of(new: Proposed, step: int, spec: ParamSpec) -> State:

@@ -7,17 +7,31 @@ captured graph, and for many replicas under vmap.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slangvi._steps import Prior
-from slangvi.linalg import LowRankPrecision, Problem, Route, choose_route, factorize
+from slangvi.linalg import Problem, Route, choose_route
 from slangvi.linalg.lowrank import column_squares, sums
+from slangvi.linalg.small import factorize_batch
 from slangvi.types import GradientOperator
 
-__all__ = ["Observed", "Proposed", "Rates", "Widened", "drift", "eigenproblem", "observe", "propose", "shift", "widen"]
+__all__ = [
+    "Observed",
+    "Proposed",
+    "Rates",
+    "Widened",
+    "drift",
+    "eigenproblem",
+    "observe",
+    "propose",
+    "shift",
+    "shift_by",
+    "widen",
+    "widen_by",
+]
 
 
 class Rates(NamedTuple):
@@ -60,7 +74,7 @@ class Proposed(NamedTuple):
         prec_factor: U⁺ by rows, (L, P).
         prec_diag: d⁺, (P,).
         momentum: m⁺, (P,).
-        precision: U⁺U⁺ᵀ + diag d⁺, factorised.
+        precision: U⁺U⁺ᵀ + diag d⁺, factorised: a `LowRankPrecision`, or what `factorize_batch` makes of a batch.
         told: trace of (1−β)UUᵀ + βĜ, Σ of negative diagonal corrections set to zero, and the sums of μ⁺ and d⁺, finite
             only if these are, (4,).
     """
@@ -69,7 +83,7 @@ class Proposed(NamedTuple):
     prec_factor: Tensor
     prec_diag: Tensor
     momentum: Tensor
-    precision: LowRankPrecision
+    precision: Any
     told: Tensor
 
 
@@ -129,16 +143,16 @@ class Widened(NamedTuple):
     """The new precision.
 
     Args:
-        precision: U⁺U⁺ᵀ + diag d⁺, factorised.
+        precision: U⁺U⁺ᵀ + diag d⁺, factorised: a `LowRankPrecision`, or what `factorize_batch` makes of a batch.
         whole_diag: diagonal of (1−β)UUᵀ + βĜ, (P,).
         correction: what of it U⁺ does not hold, negative by rounding only, (P,).
-        squares: Σ_l (u⁺_l)², (P,).
+        squares: Σ_l (u⁺_l)², where it was worked out, (P,).
     """
 
-    precision: LowRankPrecision
+    precision: Any
     whole_diag: Tensor
     correction: Tensor
-    squares: Tensor
+    squares: Tensor | None = None
 
 
 def widen(
@@ -152,14 +166,18 @@ def widen(
     old_squares: Tensor | None = None,
 ) -> Widened:
     """The covariance half of `propose`; Σ_l u_l² of the old factor can be given when it is known."""
-    beta, old = rates.precision_lr, observed.problem.factor
-    new = observed.problem.solution(values, vectors)
-    old_squares = column_squares(old) if old_squares is None else old_squares
+    beta, problem = rates.precision_lr, observed.problem
+    old_squares = column_squares(problem.factor) if old_squares is None else old_squares
     diag_A = (1 - beta) * old_squares + (beta * weight) * observed.squares
-    squares = column_squares(new)
-    correction = diag_A - squares
-    new_diag = _lerp(diag, prior.precision, beta).add_(correction.clamp_min(0))
-    return Widened(factorize(new, new_diag), diag_A, correction, squares)
+    return widen_by(diag, problem.solution(values, vectors), diag_A, prior, rates)
+
+
+def widen_by(diag: Tensor, factor: Tensor, whole_diag: Tensor, prior: Prior, rates: Rates) -> Widened:
+    """The same from U⁺, (..., L, P), and the diagonal of (1−β)UUᵀ + βĜ, (..., P)."""
+    squares = column_squares(factor)
+    correction = whole_diag - squares
+    new_diag = _lerp(diag, prior.precision, rates.precision_lr).add_(correction.clamp_min(0))
+    return Widened(factorize_batch(factor, new_diag), whole_diag, correction, squares)
 
 
 def shift(
@@ -172,18 +190,32 @@ def shift(
     rates: Rates,
 ) -> Proposed:
     """The mean half of `propose`."""
+    return shift_by(loc, momentum, observed.total, widened, weight, prior, rates)
+
+
+def shift_by(
+    loc: Tensor,
+    momentum: Tensor,
+    total: Tensor,
+    widened: Widened,
+    weight: float | Tensor,
+    prior: Prior,
+    rates: Rates,
+) -> Proposed:
+    """The same from Σ_r g_r, (..., P)."""
     precision = widened.precision
-    average, gradient = drift(loc, momentum, observed, weight, prior, rates)
-    new_loc = loc - rates.lr * precision.solve(gradient)
+    average, gradient = drift(loc, momentum, total, weight, prior, rates)
+    moved = precision.solve(gradient)
+    new_loc = loc - rates.lr * moved if isinstance(rates.lr, Tensor) else torch.sub(loc, moved, alpha=rates.lr)
     told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), new_loc, precision.diag)
     return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)
 
 
 def drift(
-    loc: Tensor, momentum: Tensor, observed: Observed, weight: float | Tensor, prior: Prior, rates: Rates
+    loc: Tensor, momentum: Tensor, total: Tensor, weight: float | Tensor, prior: Prior, rates: Rates
 ) -> tuple[Tensor, Tensor]:
-    """The new running mean of likelihood gradients m⁺, and m⁺/(1−γᵗ) + λ(μ−μ₀), (P,) each."""
-    average = _lerp(weight * observed.total, momentum, rates.momentum)
+    """The new running mean of likelihood gradients m⁺, and m⁺/(1−γᵗ) + λ(μ−μ₀), (..., P) each, from Σ_r g_r."""
+    average = _lerp(weight * total, momentum, rates.momentum)
     return average, torch.addcmul(average / rates.correction, prior.precision, loc - prior.mean)
 
 

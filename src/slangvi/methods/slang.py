@@ -5,29 +5,28 @@ $$ q(\theta) = \mathcal N\bigl(\mu, (UU^\top + \mathrm{diag}\,d)^{-1}\bigr) $$
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slangvi import _checks
-from slangvi._flat import state_dtype
-from slangvi._out_of_memory import out_of_memory_advice
 from slangvi._settings import Settings
-from slangvi._steps import Prior, Rate, Schedule, rate_at, require_finite
+from slangvi._steps import Prior, Rate, Schedule, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
-from slangvi.linalg.topk import padded_spectrum, relative_residual
-from slangvi.methods._gather import GRADIENT_REMEDY, FactoredGatherer, check_schedule, dense_gatherer
+from slangvi.methods._build import Common, Replay
+from slangvi.methods._gather import GRADIENT_REMEDY
+from slangvi.methods._gaussian import start
 from slangvi.methods._graph import Launched, Numbers
 from slangvi.methods._graph_functional import GraphRunner
 from slangvi.methods._graph_loop import ReplayingOptimizer
 from slangvi.methods._lowrank_state import STATE_REMEDY, Info, State, finite_check, kl_to_prior, state_of, told
-from slangvi.methods._lowrank_step import Rates, observe, propose
-from slangvi.types import GradientOperator, Params, ParamSpec, Routes, Transform
+from slangvi.methods._lowrank_step import Rates, eigenproblem, shift_by, widen_by
+from slangvi.types import GradientOperator, Params, Routes, Transform
 
 __all__ = ["SLANG", "Info", "State", "build", "init", "kl_to_prior", "posterior", "sample", "update"]
 
@@ -41,11 +40,7 @@ def init(params: Params, rank: int, init_precision: Any = 1.0) -> State:
         init_precision: number, dict of names or globs, or (P,) tensor.
     """
     rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
-    spec = ParamSpec.of(params)
-    loc = spec.flatten({name: value.detach() for name, value in params.items()}, state_dtype(list(params.values())))
-    if not bool(torch.isfinite(loc).all()):
-        raise ValueError("params must be finite, got NaN or Inf. Re-initialise the model.")
-    diag = _checks.per_parameter("init_precision", init_precision, spec, loc)
+    spec, loc, diag = start(params, init_precision)
     return State(loc, loc.new_zeros(rank, len(loc)), diag, torch.zeros_like(loc), 0, spec)
 
 
@@ -59,7 +54,7 @@ def update(
     precision_lr: Rate | None = None,
     momentum: float | Tensor = 0.9,
 ) -> tuple[State, Info]:
-    r"""One step of SLANG from per-example gradients G (R rows).
+    r"""One step of SLANG from per-example gradients G (R rows); leading dimensions of the state are runs in lockstep.
 
     $$ \hat G = \tfrac{N}{R} G^\top G, \qquad A = (1-\beta)\,UU^\top + \beta \hat G, \qquad
        U^+ = Q_{1:L}\Lambda_{1:L}^{1/2} $$
@@ -68,11 +63,13 @@ def update(
        \mu^+ = \mu - \alpha\,(U^+U^{+\top} + \mathrm{diag}\,d^+)^{-1}
        \bigl[\tfrac{m^+}{1-\gamma^t} + \lambda(\mu-\mu_0)\bigr] $$
 
+    U⁺ is any factor of the best approximation: its rows are the scaled eigenvectors, or a rotation of them.
+
     Args:
         state: before the step; never modified.
-        gradients: operator over R rows.
+        gradients: operator over R rows, with the leading dimensions of the state.
         num_data: N, divided by the temperature if there is one.
-        prior: λ and μ₀.
+        prior: λ and μ₀, (P,), or one for each run, (..., P).
         lr: α.
         precision_lr: β; None means α.
         momentum: γ, on the likelihood gradient only.
@@ -84,31 +81,32 @@ def update(
     step, weight = state.step + 1, num_data / gradients.num_rows
     beta = precision_lr or lr
     rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, 1 - momentum**step)
-    observed = observe(state.prec_factor, gradients, weight, rates)
-    require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, observed.total, observed.squares)
+    problem, total = eigenproblem(state.prec_factor, gradients, weight, rates), gradients.sum()
+    whole_diag = problem.diagonal()
+    if not math.isfinite(total.sum() + whole_diag.sum()):
+        require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, gradients.square_sum())
     try:
-        pairs = observed.problem.pairs()
+        solved = problem.solve()
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # sums may not fit the dtype together
         raise NumericalError(
             f"step {step}: the curvature of all parameters together is not finite. The state is unchanged. "
             + GRADIENT_REMEDY
         ) from error
-    new = propose(
-        state.loc, state.prec_diag, state.momentum, observed, pairs.values, pairs.vectors, weight, prior, rates
-    )
-    if not bool(torch.isfinite(new.told).all()):
+    widened = widen_by(state.prec_diag, solved.factor, whole_diag, prior, rates)
+    new = shift_by(state.loc, state.momentum, total, widened, weight, prior, rates)
+    if not math.isfinite(new.told.sum()):
         require_finite("the new precision", step, state.spec, STATE_REMEDY, new.prec_diag, new.prec_factor)
         require_finite("the new mean", step, state.spec, STATE_REMEDY, new.loc)
     after = state_of(new, step, state.spec)
-    told = (padded_spectrum(pairs.values, new.prec_factor), new.told[0], relative_residual(pairs), new.told[1])
+    told = (solved.leading, new.told[..., 0], solved.residual, new.told[..., 1])
     return after, Info(step, gradients.num_rows, *told, _state=after, _prior=prior)
 
 
 def sample(
     state: State, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
 ) -> dict[str, Tensor]:
-    """Draws from q: name → tensor with `sample_shape` in front of the parameter's shape."""
-    return state.spec.unflatten(state.loc + state.precision.sample(tuple(sample_shape), generator))
+    """Draws from q: name → tensor with `sample_shape` in front, then the state's leading dimensions, then its shape."""
+    return state.spec.unflatten(state.precision.sample(tuple(sample_shape), generator, state.loc))
 
 
 def posterior(state: State) -> LowRankPrecisionNormal:
@@ -177,86 +175,46 @@ def build(
         >>> state.step, info.num_rows
         (1, 2)
     """
-    size = _checks.count("num_data", num_data, hint="Pass the number of training examples.")
     rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
-    draws = _checks.count("mc_samples", mc_samples)
-    decay = _checks.number("momentum", momentum, 0.0, 1.0, closed="low")
-    heat = _checks.number("temperature", temperature, 0.0)
-    kind = _checks.choice("engine", engine or ("factored" if model else "dense"), ("factored", "dense"))
-    if memory_limit is not None:
-        memory_limit = _checks.count("memory_limit", memory_limit, hint="It is a number of bytes.")
-    ceiling = 1.0 if precision_lr is None else float("inf")
-    check_schedule("lr", lr, ceiling)
-    check_schedule("precision_lr", precision_lr, 1.0)
-    factored = None
-    if kind == "factored":
-        if model is None:
-            raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
-        plan = (routes or Routes()).within(memory_limit)
-        factored = FactoredGatherer(log_likelihood, model, rank, _checks.flag("verify", verify), plan, memory_limit)
-    gather = factored or dense_gatherer(log_likelihood, memory_limit)
-    graphs = GraphRunner(factored, draws, size / heat, decay) if _checks.flag("compile", compile) else None
-    priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
-
-    def prior_of(state: State) -> Prior:
-        like = state.loc if graphs is None else graphs.like(state)
-        key = (state.spec, like.dtype, like.device)
-        if key not in priors:
-            lam = _checks.per_parameter("prior_precision", prior_precision, state.spec, like)
-            mean = _checks.per_parameter("prior_mean", prior_mean, state.spec, like, positive=False)
-            priors[key] = Prior(lam, mean)
-        return priors[key]
-
-    def begin(params: Params) -> State:
-        state = init(params, rank, init_precision)
-        prior_of(state)
-        return state
-
-    def advance(state: State, batch: Any, generator: torch.Generator | None = None) -> tuple[State, Info]:
-        with out_of_memory_advice("in a step", state):
-            return take(state, batch, generator)
-
-    def take(state: State, batch: Any, generator: torch.Generator | None) -> tuple[State, Info]:
-        step = state.step + 1
-        alpha = rate_at("lr", lr, step, ceiling)
-        beta = None if precision_lr is None else Rate(rate_at("precision_lr", precision_lr, step, 1.0))
-        if graphs is not None:
-            numbers = Numbers(alpha, alpha if beta is None else float(beta.value), 1 - decay**step)
-            replayed = _replayed(graphs, state, batch, generator, numbers, prior_of(state), size)
-            if replayed is not None:
-                return replayed
-        thetas = state.precision.sample((draws,), generator, state.loc)
-        gradients, mean_log_likelihood = gather(state.spec, thetas, batch)
-        new, info = update(
-            state,
-            gradients,
-            num_data=size / heat,
-            prior=prior_of(state),
-            lr=Rate(alpha),
-            precision_lr=beta,
-            momentum=decay,
-        )
-        return new, replace(info, expected_log_likelihood=size * mean_log_likelihood)
-
-    return Transform(begin, advance, sample, posterior)
+    common = Common(
+        log_likelihood,
+        num_data=num_data,
+        lr=lr,
+        prior_precision=prior_precision,
+        prior_mean=prior_mean,
+        precision_lr=precision_lr,
+        momentum=momentum,
+        mc_samples=mc_samples,
+        temperature=temperature,
+        model=model,
+        engine=engine,
+        verify=verify,
+        memory_limit=memory_limit,
+        routes=routes,
+        rank=rank,
+    )
+    replay = _replay(common) if _checks.flag("compile", compile) else None
+    return common.transform(lambda params: init(params, rank, init_precision), update, sample, posterior, replay=replay)
 
 
-def _replayed(
-    graphs: GraphRunner,
-    state: State,
-    batch: Any,
-    generator: torch.Generator | None,
-    numbers: Numbers,
-    prior: Prior,
-    num_data: int,
-) -> tuple[State, Info] | None:
-    """A step by replaying graphs, or None when it has to be taken eagerly."""
-    running = graphs.step(state, batch, generator, numbers, prior, finite_check(state.spec, state.step + 1))
-    if running is None:
-        return None
-    after, info = told(running, state, prior, lambda mean: num_data * mean)
-    graphs.remember(after, running)
-    return after, info
+def _replay(common: Common) -> Replay[State]:
+    """Steps by replaying graphs: None where one has to be taken eagerly."""
+    size, decay = common.num_data, common.momentum
+    graphs = GraphRunner(common.factored, common.mc_samples, size / common.temperature, decay)
+
+    def replay(
+        state: State, batch: Any, generator: torch.Generator | None, lr: float, precision_lr: float | None
+    ) -> tuple[State, Info] | None:
+        step, prior = state.step + 1, common.prior_of(state, graphs.like(state))
+        numbers = Numbers(lr, lr if precision_lr is None else precision_lr, 1 - decay**step)
+        running = graphs.step(state, batch, generator, numbers, prior, finite_check(state.spec, step))
+        if running is None:
+            return None
+        after, info = told(running, state, prior, lambda mean: size * mean)
+        graphs.remember(after, running)
+        return after, info
+
+    return replay
 
 
 class SLANG(ReplayingOptimizer[State, Info]):
@@ -284,8 +242,11 @@ class SLANG(ReplayingOptimizer[State, Info]):
         memory_limit: bytes that formed gradients of one parameter, and temporaries, may take; None leaves it to fixed
             defaults.
         routes: what the factored engine forms, and how it finds the spectrum; None leaves it to counting.
-        compile: replay step and draws from CUDA graphs, once the same kind of batch was seen twice. Forward and
-            backward stay as they are. Without a CUDA device a warning says so and steps run eagerly.
+        compile: replay step and draws from CUDA graphs, once the same kind of batch was seen twice, and with them
+            the model's forward and backward where its layers have rules. Python code in `forward` then runs only when
+            a graph is captured and when a check is due; changes of the model's modules, attributes, flags and hooks
+            are seen, changes of what it reads elsewhere are not. Without a CUDA device a warning says so and steps
+            run eagerly.
         generator: source of randomness, on the parameters' device; None uses torch's global one.
 
     Example:

@@ -1,0 +1,56 @@
+"""What one must know to repeat a run: command, machine, versions. Kept beside every number that was measured."""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slangvi._version import __version__
+
+__all__ = ["cpu_name", "environment", "versions"]
+
+
+def environment(command: str, device: str, seconds: float) -> dict[str, Any]:
+    """Command, device, threads, versions, date, and the seconds a run took.
+
+    Args:
+        command: as it was typed.
+        device: "cpu" or "cuda".
+        seconds: wall-clock time.
+    """
+    return {
+        "command": command,
+        "device_type": device,
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "slangvi": __version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(seconds, 1),
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Name → version of those packages that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def cpu_name(listing: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor by its makers' name where the system tells it."""
+    text = listing.read_text(encoding="utf-8") if listing.is_file() else ""
+    found = re.search(r"^model name\s*: (.+)$", text, re.M)
+    return found[1].strip() if found else platform.processor() or "cpu"

@@ -1,0 +1,239 @@
+"""From finished cells of logistic regression to the files of an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from slangvi._environment import environment
+from slangvi.data.libsvm import load_libsvm
+from slangvi.experiments._cells import Cell, Stored, read_cell
+from slangvi.experiments._logistic import DATASETS, METRICS
+from slangvi.experiments._logistic_cells import Recipe, plan
+from slangvi.experiments._results import (
+    Posterior,
+    Row,
+    aggregate,
+    read_about,
+    refuse_shorter,
+    write_about,
+    write_posteriors,
+    write_rows,
+    write_table,
+)
+from slangvi.experiments._runner import Progress, run_cells
+from slangvi.experiments._settings import Settings, choose
+
+__all__ = [
+    "LR",
+    "TRACE_COLUMNS",
+    "Finished",
+    "Outcome",
+    "compute",
+    "finished",
+    "main_recipe",
+    "metric_rows",
+    "posteriors",
+    "require_data",
+    "save",
+    "trace_lines",
+]
+
+LR, DECAY = 0.05, 0.51
+SPLIT_COLUMNS = ("dataset", "method", "split", *METRICS)
+TRACE_COLUMNS = ("dataset", "metric", "method", "step", "epoch", "mean", "standard_error", "median", "worst", "n")
+
+
+class Outcome(NamedTuple):
+    """What an experiment did.
+
+    Args:
+        rows: its table.
+        files: what it wrote.
+    """
+
+    rows: list[Row]
+    files: list[Path]
+
+
+class Finished(NamedTuple):
+    """A finished cell with its result."""
+
+    cell: Cell
+    stored: Stored
+
+
+def main_recipe(settings: Settings) -> Recipe:
+    """The settings of the paper's tables: 10,000 epochs on all splits; --quick takes 500 on five."""
+    count = settings.splits or (5 if settings.quick else max(row.splits for row in DATASETS.values()))
+    return Recipe(
+        group="logreg",
+        epochs=settings.epochs or (500 if settings.quick else 10_000),
+        splits=lambda dataset: range(1, min(count, DATASETS[dataset].splits) + 1),
+        seed=settings.seed,
+        lr=lambda dataset, method: LR,
+        decay=DECAY,
+        device=settings.device,
+    )
+
+
+def require_data(datasets: Iterable[str]) -> None:
+    """Read every data set once, so that a missing or damaged file is told before anything is computed."""
+    for dataset in datasets:
+        load_libsvm(dataset)
+
+
+def compute(
+    name: str,
+    recipe: Recipe,
+    table: tuple[Sequence[str], Sequence[str]],
+    settings: Settings,
+    progress: Progress,
+    besides: Sequence[Cell] = (),
+) -> list[Finished]:
+    """Compute the chosen cells of a table, and return all of its cells that are finished.
+
+    Args:
+        name: of the experiment.
+        recipe: how cells are trained.
+        table: data sets and methods of the experiment.
+        settings: what was chosen.
+        progress: told what happens.
+        besides: cells to compute that are not of the table, where their data set is chosen.
+    """
+    datasets = choose("dataset", settings.datasets, table[0])
+    methods = choose("method", settings.methods, table[1])
+    refuse_shorter(settings.out / f"{name}.json", recipe.epochs, _most_splits(recipe))
+    require_data(datasets)
+    wanted = [*plan(recipe, datasets, methods), *(cell for cell in besides if cell.dataset in datasets)]
+    run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
+    return finished(plan(recipe, *table), settings.cells)
+
+
+def _most_splits(recipe: Recipe) -> int:
+    return max(len(recipe.splits(dataset)) for dataset in DATASETS)
+
+
+def finished(cells: Iterable[Cell], folder: Path) -> list[Finished]:
+    """Those cells that are finished, with their results."""
+    found = ((cell, read_cell(cell, folder)) for cell in cells)
+    return [Finished(cell, stored) for cell, stored in found if stored is not None]
+
+
+# ---- what they hold ----
+
+
+def metric_rows(cells: Sequence[Finished]) -> list[Row]:
+    """The three metrics of every cell over its splits."""
+    return [
+        aggregate(cell.dataset, metric, cell.method, stored.arrays[metric])
+        for metric in METRICS
+        for cell, stored in cells
+    ]
+
+
+def split_lines(cells: Sequence[Finished]) -> list[tuple[Any, ...]]:
+    """The three metrics of every cell on every split."""
+    return [
+        (cell.dataset, cell.method, split, *(float(stored.arrays[metric][k]) for metric in METRICS))
+        for cell, stored in cells
+        for k, split in enumerate(cell.settings["splits"])
+    ]
+
+
+def trace_lines(cells: Sequence[Finished], metric: str, array: str) -> list[tuple[Any, ...]]:
+    """One metric along the way, over splits or seeds."""
+    lines = []
+    for cell, stored in cells:
+        final = int(stored.arrays["trace_steps"][-1])
+        for step, values in zip(stored.arrays["trace_steps"], stored.arrays[array], strict=True):
+            row = aggregate(cell.dataset, metric, cell.method, values)
+            epoch = float(step) * cell.settings["epochs"] / final
+            lines.append((*row[:3], int(step), epoch, *row[3:]))
+    return lines
+
+
+def posteriors(cells: Sequence[Finished]) -> dict[str, Posterior]:
+    """Mean and covariance of the first split of every cell, by "dataset/method"."""
+    return {
+        f"{cell.dataset}/{cell.method}": Posterior(stored.arrays["loc"][0], stored.arrays["covariance"][0])
+        for cell, stored in cells
+    }
+
+
+# ---- files ----
+
+
+def save(
+    name: str,
+    rows: list[Row],
+    cells: Sequence[Finished],
+    recipe: Recipe,
+    settings: Settings,
+    start: float,
+    traces: Sequence[Sequence[Any]] = (),
+    keep_splits: bool = True,
+    keep_posteriors: bool = True,
+) -> Outcome:
+    """Write the files of an experiment; the JSON, which stands for all of them, last.
+
+    Args:
+        name: of the experiment.
+        rows: its table.
+        cells: what it was made of.
+        recipe: how they were trained.
+        settings: what was chosen.
+        start: of the run, by `perf_counter`.
+        traces: lines of a second table, of metrics along the way.
+        keep_splits: write the metrics of every split too.
+        keep_posteriors: write the Gaussians of the first split too.
+    """
+    makers: dict[str, Callable[[Path], None]] = {f"{name}.csv": lambda path: write_rows(path, rows)}
+    if keep_splits:
+        makers[f"{name}-splits.csv"] = lambda path: write_table(path, SPLIT_COLUMNS, split_lines(cells))
+    if traces:
+        makers[f"{name}-trace.csv"] = lambda path: write_table(path, TRACE_COLUMNS, traces)
+    if keep_posteriors:
+        makers[f"{name}-posteriors.npz"] = lambda path: write_posteriors(path, posteriors(cells))
+    makers[f"{name}.json"] = lambda path: _write_about(path, _about(name, cells, recipe, settings, start))
+    for file, make in makers.items():
+        make(settings.out / file)
+    return Outcome(rows, [settings.out / file for file in makers])
+
+
+def _write_about(path: Path, about: dict[str, Any]) -> None:
+    """Keep what is there when no cell was computed since: command and time are those of the run that did the work."""
+    if not path.is_file() or read_about(path).get("cells") != about["cells"]:
+        write_about(path, about)
+
+
+def _about(name: str, cells: Sequence[Finished], recipe: Recipe, settings: Settings, start: float) -> dict[str, Any]:
+    """Command, settings, environment, and the seconds of every cell."""
+    wall = perf_counter() - start
+    machine = environment(settings.command, settings.device, sum(s.about["seconds"] for _, s in cells))
+    return {
+        "experiment": name,
+        **machine,
+        "threads": 1,
+        "jobs": settings.jobs,
+        "wall_seconds": round(wall, 1),
+        "seed": settings.seed,
+        "settings": {
+            "quick": settings.quick,
+            "epochs": recipe.epochs,
+            "splits": _most_splits(recipe),
+            "mc_samples": recipe.mc_samples,
+            "decay": recipe.decay,
+        },
+        "cells": {cell.label: _about_cell(cell, stored) for cell, stored in cells},
+    }
+
+
+def _about_cell(cell: Cell, stored: Stored) -> dict[str, Any]:
+    """Seconds and settings, and for exact methods how exact they are on the worst split."""
+    about: dict[str, Any] = {"seconds": round(stored.about["seconds"], 1), "settings": dict(cell.settings)}
+    if "gradient_norm" in stored.arrays:
+        about["gradient_norm"] = float(stored.arrays["gradient_norm"].max())
+    return about

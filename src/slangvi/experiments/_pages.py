@@ -1,0 +1,156 @@
+"""What the sections of docs/results.md share: names, colours, tables in Markdown, figures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slangvi.experiments._agreement import Verdict
+from slangvi.experiments._results import read_about
+
+__all__ = [
+    "COLORS",
+    "DATASETS",
+    "METRICS",
+    "comparison",
+    "curve",
+    "figure",
+    "image",
+    "made_by",
+    "markdown",
+    "number",
+    "save",
+]
+
+DATASETS = {
+    "australian": "Australian",
+    "breast_cancer": "Breast cancer",
+    "a1a": "a1a",
+    "usps_3vs5": "USPS 3 vs 5",
+}
+METRICS = {
+    "negative_elbo_per_example": "−ELBO/N",
+    "test_nll_nats": "NLL",
+    "symmetric_kl": "KL",
+    "bias_mean": "mean of the bias",
+    "bias_variance": "variance of the bias",
+}
+# Mean field in reds, SLANG from light to dark blue as its rank grows, OnlineEig in greens, full Gaussians in greys.
+COLORS = {
+    "mf_ef": "#fc8d59",
+    "mf_hess": "#d7301f",
+    "mf_exact": "#7f0000",
+    "slang_1": "#6baed6",
+    "slang_2": "#4292c6",
+    "slang_5": "#2171b5",
+    "slang_10": "#08306b",
+    "online_eig_1": "#74c476",
+    "online_eig_2": "#31a354",
+    "online_eig_5": "#006d2c",
+    "full_ef": "#969696",
+    "full_hess": "#525252",
+    "full_exact": "#000000",
+}
+
+
+def made_by(path: Path) -> str:
+    """The command and the machine behind results, from their JSON."""
+    about = read_about(path)
+    core, wall = about["seconds"] / 60, about["wall_seconds"] / 60
+    versions = f"Python {about['python']}, torch {about['torch']}, slangvi {about['slangvi']}"
+    return (
+        f"`{about['command']}` on {about['date']}: {core:.1f} core minutes in {about['jobs']} processes (the last\n"
+        f"command took {wall:.1f} minutes), {about['device']}, {versions}.\n"
+    )
+
+
+def image(path: Path, alt: str) -> str:
+    """A picture of the page."""
+    return f"```{{image}} images/{path.name}\n:alt: {alt}\n```\n"
+
+
+def comparison(verdicts: Sequence[Verdict]) -> str:
+    """Paper and ours side by side, for one data set and metric."""
+    metric = METRICS[verdicts[0].row.metric]
+    distances = any(verdict.is_distance for verdict in verdicts)
+    header = [metric, "paper", "ours", *(["paper, distance", "ours, distance"] if distances else [])]
+    header += ["difference", "in standard errors", "agrees"]
+    lines = []
+    for verdict in verdicts:
+        row, paper = verdict.row, verdict.paper
+        apart = verdict.ours - verdict.theirs
+        cells = [row.method, number(paper.mean, paper.standard_error, paper.unit)]
+        cells.append(number(row.mean, row.standard_error, paper.unit))
+        if distances:
+            cells += [number(verdict.theirs, None, paper.unit), number(verdict.ours, None, paper.unit)]
+        cells.append(
+            f"{100 * apart / abs(verdict.theirs):+.1f} %" if verdict.theirs else number(apart, None, paper.unit)
+        )
+        cells.append(f"{apart / paper.standard_error:+.1f}" if paper.standard_error else "")
+        cells.append({True: "✓", False: "✗", None: verdict.why}[verdict.agrees])
+        lines.append(cells)
+    return markdown(header, lines)
+
+
+def number(value: float, error: float | None, unit: float) -> str:
+    """A number with as many decimals as the paper prints, and a standard error if there is one.
+
+    Example:
+        >>> number(0.57441, 0.00551, 1e-4), number(22398.4, 3459.0, 1.0), number(0.00012, None, 1e-3)
+        ('0.5744 ± 0.0055', '22398 ± 3459', '0.00012')
+    """
+    decimals = max(0, -_exponent(unit))
+    tiny = value != 0 and abs(value) < unit
+    text = f"{value:.2g}" if tiny else f"{value:.{decimals}f}"
+    return text if not error else f"{text} ± {error:.2g}" if tiny else f"{text} ± {error:.{decimals}f}"
+
+
+def _exponent(unit: float) -> int:
+    return int(f"{unit:e}".split("e")[1])
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table; every column but the first to the right."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines)) + "\n"
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty figure that needs no display."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the pictures need matplotlib: pip install 'slangvi[plot]'") from error
+    empty = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(empty)
+    return empty
+
+
+def save(made: Any, path: Path) -> None:
+    """Write a small PNG of 256 colours, the same bytes for the same figure."""
+    from PIL import Image  # comes with matplotlib
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = io.BytesIO()
+    made.savefig(pixels, dpi=100, format="png")
+    Image.open(pixels).convert("RGB").quantize(256).save(path, format="PNG", optimize=True)
+
+
+def curve(axes: Any, lines: Sequence[Mapping[str, str]], method: str, deviations: float = 0.0) -> None:
+    """A metric along the way: mean, and a band of so many standard deviations.
+
+    Args:
+        axes: to draw on.
+        lines: of a table of traces, for one data set and method.
+        method: its name.
+        deviations: half the width of the band; 0 draws none.
+    """
+    steps, mean, error = ([float(line[name]) for line in lines] for name in ("step", "mean", "standard_error"))
+    axes.plot(steps, mean, color=COLORS[method], lw=1.3, label=method)
+    if deviations:
+        half = [deviations * e * int(line["n"]) ** 0.5 for e, line in zip(error, lines, strict=True)]
+        low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
+        axes.fill_between(steps, low, high, color=COLORS[method], alpha=0.2, lw=0)

@@ -1,0 +1,82 @@
+"""How fast the methods converge on one split: the left half of the paper's convergence figure, ten seeds each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+
+from slangvi.experiments import _pages
+from slangvi.experiments._logistic_cells import Recipe
+from slangvi.experiments._logistic_tables import TRACE_COLUMNS, Outcome, compute, metric_rows, save, trace_lines
+from slangvi.experiments._results import read_rows, read_table
+from slangvi.experiments._runner import Progress
+from slangvi.experiments._settings import Settings
+from slangvi.experiments.paper import learning_rates
+
+__all__ = ["DATASETS", "METHODS", "run", "section"]
+
+NAME = "logreg-convergence"
+TITLE = "Convergence"
+DATASETS = ("usps_3vs5", "breast_cancer", "australian")
+METHODS = ("mf_ef", "mf_hess", "slang_1", "slang_2", "slang_5", "slang_10", "full_ef", "full_hess")
+# As in the paper's figure; the others are in the tables.
+DRAWN = ("mf_hess", "slang_1", "slang_5", "slang_10", "full_hess")
+ABOUT = """\
+The first split of three data sets, 2,000 epochs with constant rates, ten seeds. The rates are those the authors chose
+for each method and data set. Lines are means over seeds, bands are ± 2 standard deviations. Where the lines end is in
+the table; the paper shows a figure only.
+"""
+
+
+def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome:
+    """Train what is not trained yet, and write the tables."""
+    start = perf_counter()
+    seeds = settings.splits or (3 if settings.quick else 10)
+    rates = learning_rates()
+    recipe = Recipe(
+        group=NAME,
+        epochs=settings.epochs or (100 if settings.quick else 2000),
+        splits=lambda dataset: [1] * seeds,
+        seed=settings.seed,
+        lr=lambda dataset, method: rates[dataset, method],
+        decay=None,
+        trace_points=120,
+        device=settings.device,
+    )
+    cells = compute(NAME, recipe, (DATASETS, METHODS), settings, progress)
+    traces = trace_lines(cells, "negative_elbo_per_example", "trace_elbo")
+    kept = {"keep_splits": False, "keep_posteriors": False}
+    return save(NAME, metric_rows(cells), cells, recipe, settings, start, traces, **kept)
+
+
+def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
+    """The part of the page about this experiment, and the picture it wrote."""
+    rows = [row for row in read_rows(results / f"{NAME}.csv") if row.metric == "negative_elbo_per_example"]
+    picture = docs / "images" / "results-logreg-convergence.png"
+    _plot(read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS), picture)
+    methods = list(dict.fromkeys(row.method for row in rows))
+    found = {(row.dataset, row.method): _pages.number(row.mean, row.standard_error, 1e-4) for row in rows}
+    lines = [
+        [_pages.DATASETS[dataset], *(found.get((dataset, method), "") for method in methods)]
+        for dataset in dict.fromkeys(row.dataset for row in rows)
+    ]
+    table = _pages.markdown(["−ELBO/N at the end", *methods], lines)
+    image = _pages.image(picture, "Negative ELBO against iterations for three data sets.")
+    return "\n".join([ABOUT, _pages.made_by(results / f"{NAME}.json"), image, table]), [picture]
+
+
+def _plot(traces: list[dict[str, str]], path: Path) -> None:
+    datasets = list(dict.fromkeys(line["dataset"] for line in traces))
+    figure = _pages.figure(3.6 * len(datasets), 3.4)
+    for axes, dataset in zip(figure.subplots(1, len(datasets), squeeze=False)[0], datasets, strict=True):
+        for method in DRAWN:
+            mine = [line for line in traces if (line["dataset"], line["method"]) == (dataset, method)]
+            if mine:
+                _pages.curve(axes, mine, method, deviations=2.0)
+        lowest = min(float(line["mean"]) for line in traces if line["dataset"] == dataset)
+        axes.set(xscale="log", yscale="log", xlabel="iterations", title=_pages.DATASETS[dataset])
+        axes.set_ylim(bottom=0.9 * lowest)  # a band may reach below zero, where a logarithm does not
+        axes.grid(alpha=0.3, which="both")
+    figure.axes[0].set_ylabel("−ELBO/N")
+    figure.axes[0].legend(fontsize=8)
+    _pages.save(figure, path)

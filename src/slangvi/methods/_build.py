@@ -1,0 +1,164 @@
+"""What the functional interfaces share: arguments that are checked, the prior, schedules, and the order of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi._out_of_memory import out_of_memory_advice
+from slangvi._steps import Prior, Rate, Schedule, rate_at
+from slangvi.grads.assemble import Engine
+from slangvi.methods._gather import FactoredGatherer, check_schedule, dense_gatherer
+from slangvi.methods._gaussian import GaussianState
+from slangvi.types import Params, ParamSpec, Routes, Transform
+
+__all__ = ["Common", "Replay"]
+
+StateT = TypeVar("StateT", bound=GaussianState)
+# State, batch, generator, α and β (None: as α) → the step, or None when it has to be taken by `update`.
+Replay = Callable[[StateT, Any, torch.Generator | None, float, float | None], tuple[StateT, Any] | None]
+# Layout, draws (S, P), batch → what `update` takes as its curvature.
+Curvature = Callable[[ParamSpec, Tensor, Any], Tensor]
+
+
+class Common:
+    """What every method's `build` is told, checked; `transform` makes pure functions of it and a method's own.
+
+    Args:
+        log_likelihood: (params, batch) → (M,).
+        num_data: N.
+        lr: α, a number or a function of the step counted from 1.
+        prior_precision: λ.
+        prior_mean: μ₀.
+        precision_lr: β; None follows `lr`.
+        momentum: γ.
+        mc_samples: S.
+        temperature: the likelihood is weighed by its inverse.
+        model: the module behind `log_likelihood`.
+        engine: "factored" or "dense"; None takes factored when there is a model.
+        verify: check per-example gradients of new kinds of batches.
+        memory_limit: bytes that formed gradients and temporaries may take.
+        routes: what the factored engine forms.
+        rank: L, for the count of costs.
+    """
+
+    def __init__(
+        self,
+        log_likelihood: Callable[[Params, Any], Tensor],
+        *,
+        num_data: int,
+        lr: Schedule,
+        prior_precision: Any,
+        prior_mean: Any,
+        precision_lr: Schedule | None,
+        momentum: float,
+        mc_samples: int,
+        temperature: float,
+        model: nn.Module | None,
+        engine: Engine | None,
+        verify: bool,
+        memory_limit: int | None,
+        routes: Routes | None,
+        rank: int = 0,
+    ) -> None:
+        self.num_data = _checks.count("num_data", num_data, hint="Pass the number of training examples.")
+        self.mc_samples = _checks.count("mc_samples", mc_samples)
+        self.momentum = _checks.number("momentum", momentum, 0.0, 1.0, closed="low")
+        self.temperature = _checks.number("temperature", temperature, 0.0)
+        kind = _checks.choice("engine", engine or ("factored" if model else "dense"), ("factored", "dense"))
+        if memory_limit is not None:
+            memory_limit = _checks.count("memory_limit", memory_limit, hint="It is a number of bytes.")
+        self._ceiling = 1.0 if precision_lr is None else float("inf")
+        check_schedule("lr", lr, self._ceiling)
+        check_schedule("precision_lr", precision_lr, 1.0)
+        self.factored: FactoredGatherer | None = None
+        if kind == "factored":
+            if model is None:
+                raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
+            plan = (routes or Routes()).within(memory_limit)
+            checked = _checks.flag("verify", verify)
+            self.factored = FactoredGatherer(log_likelihood, model, rank, checked, plan, memory_limit)
+        self._gather = self.factored or dense_gatherer(log_likelihood, memory_limit)
+        self._lr, self._precision_lr = lr, precision_lr
+        self._prior_precision, self._prior_mean = prior_precision, prior_mean
+        self._priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype] | None:
+        """Of the parameters that `log_likelihood` is to be called with, by name; None means those of the draws."""
+        return None if self.factored is None else self.factored.dtypes
+
+    def prior_of(self, state: GaussianState, like: Tensor | None = None) -> Prior:
+        """λ and μ₀ in the layout of a state, with the dtype and device of its mean or of a tensor like it."""
+        like = state.loc if like is None else like
+        key = (state.spec, like.dtype, like.device)
+        if key not in self._priors:
+            lam = _checks.per_parameter("prior_precision", self._prior_precision, state.spec, like)
+            mean = _checks.per_parameter("prior_mean", self._prior_mean, state.spec, like, positive=False)
+            self._priors[key] = Prior(lam, mean)
+        return self._priors[key]
+
+    def transform(
+        self,
+        init: Callable[[Params], StateT],
+        update: Callable[..., tuple[StateT, Any]],
+        sample: Callable[..., Any],
+        posterior: Callable[..., Any],
+        *,
+        curvature: Curvature | None = None,
+        replay: Replay[StateT] | None = None,
+    ) -> Transform:
+        """A method as pure functions.
+
+        Args:
+            init: params → the state before the first step.
+            update: the method's own.
+            sample: likewise.
+            posterior: likewise.
+            curvature: computes what `update` is to take for the curvature; None leaves it to the gradients.
+            replay: takes a whole step in another way, where it can.
+        """
+
+        def begin(params: Params) -> StateT:
+            state = init(params)
+            self.prior_of(state)
+            return state
+
+        def advance(state: StateT, batch: Any, generator: torch.Generator | None = None) -> tuple[StateT, Any]:
+            with out_of_memory_advice("in a step", state):
+                return take(state, batch, generator)
+
+        def take(state: StateT, batch: Any, generator: torch.Generator | None) -> tuple[StateT, Any]:
+            alpha, beta = self._rates(state.step + 1)
+            replayed = None if replay is None else replay(state, batch, generator, alpha, beta)
+            if replayed is not None:
+                return replayed
+            thetas = state.precision.sample((self.mc_samples,), generator, state.loc)
+            gradients, mean_log_likelihood = self._gather(state.spec, thetas, batch)
+            extra = {} if curvature is None else {"curvature": curvature(state.spec, thetas, batch)}
+            new, info = update(
+                state,
+                gradients,
+                num_data=self.num_data / self.temperature,
+                prior=self.prior_of(state),
+                lr=Rate(alpha),
+                precision_lr=None if beta is None else Rate(beta),
+                momentum=self.momentum,
+                **extra,
+            )
+            return new, replace(info, expected_log_likelihood=self.num_data * mean_log_likelihood)
+
+        return Transform(begin, advance, sample, posterior)
+
+    def _rates(self, step: int) -> tuple[float, float | None]:
+        """α and β of a step."""
+        beta = self._precision_lr
+        return (
+            rate_at("lr", self._lr, step, self._ceiling),
+            None if beta is None else rate_at("precision_lr", beta, step, 1.0),
+        )

@@ -1,0 +1,89 @@
+"""Hessians of the negative log-likelihood through torch.func, for functional methods that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, vjp, vmap
+
+from slangvi import _checks
+from slangvi.errors import UnsupportedModuleError
+from slangvi.types import Params, ParamSpec
+
+__all__ = ["HESSIAN_REMEDY", "check_curvature", "hessian_gatherer"]
+
+HESSIAN_REMEDY = (
+    'The Hessian of a likelihood that is not log-concave may be negative: use curvature="ef", more mc_samples, a lower '
+    'precision_lr or a larger prior_precision. If it is "ef" already, rounding did this: use float64 parameters.'
+)
+
+# Rows of a Hessian computed together: each holds the activations of a backward pass.
+_ROWS = 64
+
+
+def check_curvature(curvature: Any) -> bool:
+    """Whether Hessians are asked for."""
+    return bool(_checks.choice("curvature", curvature, ("ef", "hessian")) == "hessian")
+
+
+def hessian_gatherer(
+    log_likelihood: Callable[[Params, Any], Tensor], diagonal: bool, dtypes: Mapping[str, torch.dtype] | None = None
+) -> Callable[[ParamSpec, Tensor, Any], Tensor]:
+    r"""A function of (layout, draws (S, P), batch) that returns the Hessian summed over draws and examples.
+
+    $$ \sum_{s,i} -\nabla^2 \log p(y_i \mid x_i, \theta_s) $$
+
+    Every draw takes one forward and backward pass, and one more backward pass through both for each of the P
+    parameters, diagonal or not: automatic differentiation gives whole rows.
+
+    Args:
+        log_likelihood: (params, batch) → (M,).
+        diagonal: keep (P,) only, instead of (P, P).
+        dtypes: of the parameters that `log_likelihood` expects, by name; None gives it those of the draws.
+
+    Example:
+        >>> def log_likelihood(params, batch):
+        ...     return -0.5 * (batch @ params["w"]) ** 2
+        >>> found = hessian_gatherer(log_likelihood, diagonal=False)
+        >>> spec = ParamSpec.of({"w": torch.zeros(2)})
+        >>> found(spec, torch.zeros(1, 2), torch.tensor([[1.0, 2.0]]))
+        tensor([[1., 2.],
+                [2., 4.]])
+    """
+
+    def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> Tensor:
+        def loss(flat: Tensor) -> Tensor:
+            params = spec.unflatten(flat)
+            if dtypes is not None:
+                params = {name: value.to(dtypes[name]) for name, value in params.items()}
+            return -log_likelihood(params, batch).sum()
+
+        total = _hessian(loss, thetas[0], diagonal)
+        for theta in thetas[1:]:
+            total += _hessian(loss, theta, diagonal)
+        return total
+
+    return gather
+
+
+def _hessian(loss: Callable[[Tensor], Tensor], theta: Tensor, diagonal: bool) -> Tensor:
+    """Second derivatives at one point: (P,) or (P, P)."""
+    size = len(theta)
+    found = theta.new_empty(size if diagonal else (size, size))
+    try:
+        pull = vjp(grad(loss), theta)[1]
+        for place in torch.arange(size, device=theta.device).split(_ROWS):
+            units = theta.new_zeros(len(place), size).scatter_(1, place[:, None], 1.0)
+            rows = vmap(lambda unit: pull(unit)[0])(units)
+            found[place] = rows.gather(1, place[:, None])[:, 0] if diagonal else rows
+    except RuntimeError as error:
+        if "derivative for" not in str(error):
+            raise
+        raise UnsupportedModuleError(
+            'curvature="hessian" needs second derivatives, which an operation in log_likelihood does not have: '
+            f'{error} Use curvature="ef".'
+        ) from error
+    return found

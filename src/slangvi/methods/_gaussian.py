@@ -1,0 +1,220 @@
+"""What Gaussian methods share: the start, the gradient of the mean, KL, and an Info and optimizer without a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi._flat import FlatState, state_dtype
+from slangvi._settings import Settings
+from slangvi._steps import ELBO, Prior, Rate
+from slangvi.grads.assemble import Engine
+from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
+from slangvi.types import GradientOperator, Params, ParamSpec, Routes
+
+__all__ = [
+    "GaussianOptimizer",
+    "GaussianState",
+    "Info",
+    "Precision",
+    "kl_to_prior",
+    "lerp",
+    "mean_gradient",
+    "place",
+    "start",
+]
+
+
+class Precision(Protocol):
+    """A precision that was factorised, or needs not be."""
+
+    def sample(
+        self, sample_shape: tuple[int, ...], generator: torch.Generator | None = None, loc: Tensor | None = None
+    ) -> Tensor:
+        """Draws, (*sample_shape, ..., P)."""
+
+    def inv_diag(self) -> Tensor:
+        """Diagonal of the covariance, (..., P)."""
+
+    def logdet(self) -> Tensor:
+        """Of the precision, (...)."""
+
+
+class GaussianState(FlatState, Protocol):
+    """A state whose precision can be asked."""
+
+    @property
+    def precision(self) -> Precision:
+        """Made once per state."""
+
+
+@dataclass(frozen=True, eq=False)
+class Info:
+    """What a step can tell besides the new state.
+
+    Args:
+        step: number of the step, from 1.
+        num_rows: R, per-example gradients used.
+        expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
+    """
+
+    step: int
+    num_rows: int
+    expected_log_likelihood: float = float("nan")
+    _state: GaussianState | None = field(default=None, repr=False)
+    _prior: Prior | None = field(default=None, repr=False)
+
+    @property
+    def loss(self) -> float:
+        """Negative expected log-likelihood, the fit part of the negative ELBO."""
+        return -self.expected_log_likelihood
+
+    @cached_property
+    def kl(self) -> Any:
+        """KL(q ‖ prior) after the step, computed when first asked for: a number, for a batch a tensor (...)."""
+        assert self._state is not None
+        assert self._prior is not None
+        found = kl_to_prior(self._state, self._prior)
+        return found if found.ndim else float(found)
+
+    @property
+    def elbo(self) -> ELBO:
+        """Both parts together."""
+        return ELBO(self.expected_log_likelihood, self.kl)
+
+
+def kl_to_prior(state: GaussianState, prior: Prior) -> Tensor:
+    r"""$\tfrac12[\sum\lambda\,\mathrm{diag}\Sigma + \sum\lambda(\mu-\mu_0)^2 - P - \sum\log\lambda + \log\det]$."""
+    lam = prior.precision
+    spread = (lam * state.precision.inv_diag()).sum(-1) + (lam * (state.loc - prior.mean).square()).sum(-1)
+    return 0.5 * (spread - lam.shape[-1] - lam.log().sum(-1) + state.precision.logdet())
+
+
+def start(params: Params, init_precision: Any) -> tuple[ParamSpec, Tensor, Tensor]:
+    """Layout, mean and diagonal of the precision before the first step.
+
+    Args:
+        params: name → tensor.
+        init_precision: number, dict of names or globs, or (P,) tensor.
+
+    Returns:
+        The layout, μ (P,), and the precision of each entry (P,).
+    """
+    spec = ParamSpec.of(params)
+    loc = spec.flatten({name: value.detach() for name, value in params.items()}, state_dtype(list(params.values())))
+    if not bool(torch.isfinite(loc).all()):
+        raise ValueError("params must be finite, got NaN or Inf. Re-initialise the model.")
+    return spec, loc, _checks.per_parameter("init_precision", init_precision, spec, loc)
+
+
+def mean_gradient(
+    state: Any, total: Tensor, weight: float, prior: Prior, momentum: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    r"""The averaged likelihood gradient, and with the prior's the gradient of the mean.
+
+    $$ m^+ = \gamma m + (1-\gamma)\tfrac NR\textstyle\sum_r g_r, \qquad
+       \tfrac{m^+}{1-\gamma^t} + \lambda \circ (\mu - \mu_0) $$
+
+    Args:
+        state: before the step, with `loc` and `momentum` (..., P).
+        total: Σ_r g_r, (..., P).
+        weight: N/R.
+        prior: λ and μ₀.
+        momentum: γ.
+    """
+    average = lerp(weight * total, state.momentum, momentum)
+    correction = 1 - momentum ** (state.step + 1)
+    return average, torch.addcmul(average / correction, prior.precision, state.loc - prior.mean)
+
+
+def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
+    """(1 − w)·start + w·end; w may be of another dtype."""
+    return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)
+
+
+def place(members: Tensor) -> tuple[tuple[int, ...], str]:
+    """The first member of a batch for which something holds, and how to speak of it; nothing is said of single runs."""
+    first = tuple(members.nonzero()[0].tolist())
+    return first, f" in member {', '.join(map(str, first))} of the batch" if first else ""
+
+
+class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
+    """Arguments that optimizers without a rank have in common; each one's docstring explains them."""
+
+    _update: Callable[..., tuple[StateT, InfoT]]  # the method's own
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Any = None,
+        *,
+        num_data: int,
+        lr: float = 0.05,
+        prior_precision: Any = 1.0,
+        momentum: float = 0.0,
+        precision_lr: float | None = None,
+        mc_samples: int = 1,
+        init_precision: Any = 1.0,
+        prior_mean: Any = 0.0,
+        temperature: float = 1.0,
+        loss_reduction: str = "mean",
+        accumulation_steps: int = 1,
+        curvature: str = "ef",
+        engine: Engine = "factored",
+        verify: bool = True,
+        memory_limit: int | None = None,
+        routes: Routes | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if curvature == "hessian":
+            raise ValueError(
+                'curvature must be "ef" for an optimizer, got "hessian": a backward pass holds no second derivatives. '
+                'Use the functional interface, build(..., curvature="hessian").'
+            )
+        _checks.choice("curvature", curvature, ("ef",))
+        settings = Settings(
+            num_data=num_data,
+            mc_samples=mc_samples,
+            temperature=temperature,
+            loss_reduction=loss_reduction,
+            accumulation_steps=accumulation_steps,
+            engine=engine,
+            verify=verify,
+            memory_limit=memory_limit,
+            routes=routes or Routes(),
+        )
+        defaults = {
+            "lr": lr,
+            "precision_lr": precision_lr,
+            "momentum": momentum,
+            "prior_precision": prior_precision,
+            "prior_mean": prior_mean,
+            "init_precision": init_precision,
+        }
+        super().__init__(model, params, defaults, settings, generator)
+
+    def _advance(
+        self,
+        state: StateT,
+        gradients: GradientOperator,
+        prior: Prior,
+        lr: Rate,
+        precision_lr: Rate | None,
+        momentum: float | Tensor,
+    ) -> tuple[StateT, InfoT]:
+        size = self.settings.num_data / self.settings.temperature
+        rates = {"lr": lr, "precision_lr": precision_lr, "momentum": momentum}
+        return self._update(state, gradients, num_data=size, prior=prior, **rates)
+
+    def _draw(self, state: StateT, generator: torch.Generator | None) -> Tensor:
+        drawn: Tensor = state.precision.sample((), generator, state.loc)  # type: ignore[attr-defined]
+        return drawn
+
+    def _kl(self, state: StateT, prior: Prior) -> float:
+        return float(kl_to_prior(state, prior))  # type: ignore[arg-type]

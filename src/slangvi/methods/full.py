@@ -1,0 +1,291 @@
+r"""Natural-gradient variational inference with an unrestricted Gaussian, for models with few parameters.
+
+$$ q(\theta) = \mathcal N(\mu, \Lambda^{-1}) $$
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slangvi._steps import Prior, Rate, Schedule, require_finite
+from slangvi.distributions import DensePrecisionNormal
+from slangvi.errors import NumericalError
+from slangvi.grads.assemble import Engine
+from slangvi.linalg import DensePrecision, factorize_dense
+from slangvi.methods._build import Common
+from slangvi.methods._curvature import HESSIAN_REMEDY, check_curvature, hessian_gatherer
+from slangvi.methods._gather import GRADIENT_REMEDY
+from slangvi.methods._gaussian import GaussianOptimizer, Info, mean_gradient, place, start
+from slangvi.methods._lowrank_state import STATE_REMEDY
+from slangvi.types import GradientOperator, Params, ParamSpec, Routes, Transform
+
+__all__ = ["FullGaussian", "Info", "State", "build", "init", "posterior", "sample", "update"]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What the next step needs; leading dimensions are a batch of runs.
+
+    Args:
+        loc: μ, (..., P).
+        prec_matrix: Λ, (..., P, P).
+        momentum: m, the running mean of likelihood gradients, (..., P).
+        step: steps taken so far.
+        spec: names and shapes behind the flat vectors.
+    """
+
+    loc: Tensor
+    prec_matrix: Tensor
+    momentum: Tensor
+    step: int
+    spec: ParamSpec
+
+    @cached_property
+    def precision(self) -> DensePrecision:
+        """Λ, factorised once per state."""
+        precision = factorize_dense(self.prec_matrix)
+        _require_positive(precision, self.step, self.spec, "the precision")
+        return precision
+
+
+def init(params: Params, init_precision: Any = 1.0) -> State:
+    """Start at the given values with Λ = diag(`init_precision`).
+
+    Args:
+        params: name → tensor.
+        init_precision: number, dict of names or globs, or (P,) tensor.
+    """
+    spec, loc, diag = start(params, init_precision)
+    return State(loc, diag.diag(), torch.zeros_like(loc), 0, spec)
+
+
+def update(
+    state: State,
+    gradients: GradientOperator,
+    *,
+    num_data: float,
+    prior: Prior,
+    lr: Rate,
+    precision_lr: Rate | None = None,
+    momentum: float | Tensor = 0.0,
+    curvature: Tensor | None = None,
+) -> tuple[State, Info]:
+    r"""One step from per-example gradients G (R rows); leading dimensions of the state are a batch of runs.
+
+    $$ \Lambda^+ = (1-\beta)\,\Lambda + \beta\,(\tfrac NR H + \mathrm{diag}\,\lambda), \qquad H = G^\top G
+       \ \text{ or } \ \textstyle\sum_r H_r $$
+    $$ m^+ = \gamma m + (1-\gamma)\tfrac{N}{R}\textstyle\sum_r g_r, \qquad
+       \mu^+ = \mu - \alpha\,(\Lambda^+)^{-1}\bigl[\tfrac{m^+}{1-\gamma^t} + \lambda(\mu-\mu_0)\bigr] $$
+
+    The new precision is factorised once, for the mean and for the draws of the next step.
+
+    Args:
+        state: before the step; never modified.
+        gradients: operator over R rows, of which the sum is used, and the formed rows unless there is a `curvature`.
+        num_data: N, divided by the temperature if there is one.
+        prior: λ and μ₀, (..., P).
+        lr: α.
+        precision_lr: β; None means α.
+        momentum: γ, on the likelihood gradient only.
+        curvature: the R Hessians of the negative log-likelihood, summed, (..., P, P); None takes the empirical Fisher
+            from the gradients.
+
+    Returns:
+        The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
+        that is not finite, or whose precision is not positive definite.
+    """
+    step, weight, beta = state.step + 1, num_data / gradients.num_rows, (precision_lr or lr).value
+    total = gradients.sum()
+    matrix = _averaged(state.prec_matrix, gradients, curvature, weight, beta)
+    matrix.diagonal(dim1=-2, dim2=-1).add_(beta * prior.precision)
+    precision = factorize_dense(matrix)
+    if bool(precision.failed.any()):
+        _require_finite(step, state.spec, total, matrix)
+        _require_positive(precision, step, state.spec, "the new precision")
+    average, gradient = mean_gradient(state, total, weight, prior, momentum)
+    loc = state.loc - lr.value * precision.solve(gradient)
+    # NaN and Inf survive the sums. What of them is in the matrix reaches the diagonal of its factor.
+    if not math.isfinite(float(loc.sum() + precision.cholesky.diagonal(dim1=-2, dim2=-1).sum())):
+        _require_finite(step, state.spec, total, matrix)
+        require_finite("the new mean", step, state.spec, STATE_REMEDY, loc)
+    after = State(loc, matrix, average, step, state.spec)
+    after.__dict__["precision"] = precision  # fills the cached property
+    return after, Info(step, gradients.num_rows, _state=after, _prior=prior)
+
+
+def _averaged(
+    old: Tensor, gradients: GradientOperator, curvature: Tensor | None, weight: float, beta: float | Tensor
+) -> Tensor:
+    """(1−β)Λ + β·weight·H as a new tensor; where groups have rates of their own, with their roots on both sides."""
+    if isinstance(beta, Tensor):
+        rows = gradients.form()
+        whole = rows.mT @ rows if curvature is None else curvature
+        keep, gain = (1 - beta).sqrt(), beta.sqrt()
+        return keep.unsqueeze(-1) * old * keep + weight * (gain.unsqueeze(-1) * whole * gain)
+    if curvature is not None:
+        return ((1 - beta) * old).add_(curvature, alpha=beta * weight)
+    flat = old.reshape(-1, *old.shape[-2:])
+    rows = gradients.form()
+    rows = rows.expand(*old.shape[:-2], *rows.shape[-2:]).reshape(len(flat), *rows.shape[-2:])
+    return torch.baddbmm(flat, rows.mT, rows, beta=1 - beta, alpha=beta * weight).view(old.shape)
+
+
+def _require_finite(step: int, spec: ParamSpec, total: Tensor, matrix: Tensor) -> None:
+    require_finite("the gradient", step, spec, GRADIENT_REMEDY, total)
+    require_finite("the new precision", step, spec, STATE_REMEDY, matrix.diagonal(dim1=-2, dim2=-1), matrix)
+
+
+def _require_positive(precision: DensePrecision, step: int, spec: ParamSpec, what: str) -> None:
+    """Raise `NumericalError` naming the parameter at which the factorisation stopped."""
+    if not bool(precision.failed.any()):
+        return
+    member, where = place(precision.failed)
+    order = int(precision.failed[member])
+    name = next(name for name, part in spec.slices.items() if part.start < order <= part.stop)
+    raise NumericalError(
+        f"step {step}: {what} is not positive definite{where}: its leading {order}×{order} block is not, which ends in "
+        f"parameter {name!r}. The state is unchanged. {HESSIAN_REMEDY}"
+    )
+
+
+def sample(
+    state: State, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
+) -> dict[str, Tensor]:
+    """Draws from q: name → tensor with `sample_shape`, then a batch's dimensions, in front of the parameter's shape."""
+    return state.spec.unflatten(state.precision.sample(tuple(sample_shape), generator, state.loc))
+
+
+def posterior(state: State) -> DensePrecisionNormal:
+    """Q as a torch distribution over the flat vector."""
+    return DensePrecisionNormal(state.loc, state.prec_matrix, validate_args=False, param_spec=state.spec)
+
+
+def build(
+    log_likelihood: Callable[[Params, Any], Tensor],
+    *,
+    num_data: int,
+    lr: Schedule,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    precision_lr: Schedule | None = None,
+    momentum: float = 0.0,
+    mc_samples: int = 1,
+    init_precision: Any = 1.0,
+    temperature: float = 1.0,
+    curvature: str = "ef",
+    model: nn.Module | None = None,
+    engine: Engine | None = None,
+    verify: bool = True,
+    memory_limit: int | None = None,
+    routes: Routes | None = None,
+) -> Transform:
+    """Full-Gaussian inference as pure functions over an immutable state.
+
+    Args:
+        log_likelihood: (params, batch) → (M,), the log-likelihood of each example.
+        num_data: N, examples in the training set.
+        lr: α, a number or a function of the step counted from 1.
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
+        prior_mean: μ₀, likewise.
+        precision_lr: β, at most 1; None follows `lr`.
+        momentum: γ.
+        mc_samples: S, draws of the weights per step.
+        init_precision: diagonal of Λ at the start.
+        temperature: the likelihood is weighed by 1/temperature.
+        curvature: "ef", the empirical Fisher, or "hessian", the exact Hessian at every draw. That takes a backward pass
+            for each of the P parameters, and needs a log-likelihood that is concave, or nearly so.
+        model: the module behind `log_likelihood`, so that the factored engine can see its layers.
+        engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
+        verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
+        memory_limit: bytes that gradients in the making and temporaries may take; the step itself forms all R rows and
+            several P×P matrices, whatever the limit.
+        routes: what the factored engine forms; None leaves it to counting.
+
+    Returns:
+        `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
+        `posterior(state)`.
+
+    Example:
+        >>> def log_likelihood(params, batch):
+        ...     return -0.5 * (batch["y"] - batch["x"] @ params["w"]) ** 2
+        >>> vi = build(log_likelihood, num_data=2, lr=1.0, curvature="hessian")
+        >>> state = vi.init({"w": torch.zeros(2)})
+        >>> batch = {"x": torch.tensor([[1.0, 0.0], [1.0, 2.0]]), "y": torch.tensor([1.0, 2.0])}
+        >>> state, info = vi.update(state, batch, generator=torch.Generator().manual_seed(0))
+        >>> state.prec_matrix
+        tensor([[3., 2.],
+                [2., 5.]])
+    """
+    hessian = check_curvature(curvature)
+    common = Common(
+        log_likelihood,
+        num_data=num_data,
+        lr=lr,
+        prior_precision=prior_precision,
+        prior_mean=prior_mean,
+        precision_lr=precision_lr,
+        momentum=momentum,
+        mc_samples=mc_samples,
+        temperature=temperature,
+        model=model,
+        engine=engine,
+        verify=verify,
+        memory_limit=memory_limit,
+        routes=routes,
+    )
+    gather = hessian_gatherer(log_likelihood, diagonal=False, dtypes=common.dtypes) if hessian else None
+    return common.transform(lambda params: init(params, init_precision), update, sample, posterior, curvature=gather)
+
+
+class FullGaussian(GaussianOptimizer[State, Info]):
+    """Full-Gaussian inference with the empirical Fisher, as a torch optimizer for small modules.
+
+    State and step take P×P matrices: this is for a few thousand parameters at most.
+
+    Args:
+        model: any module; call it with the batch as first dimension.
+        params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
+        num_data: N, examples in the training set.
+        lr: α.
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
+        momentum: γ, on the likelihood gradient.
+        precision_lr: β, at most 1; None follows `lr`, schedule included.
+        mc_samples: S, draws of the weights in `step(closure)`.
+        init_precision: diagonal of Λ at the start; number, dict or tensor.
+        prior_mean: μ₀; number, dict or tensor.
+        temperature: the likelihood is weighed by 1/temperature.
+        loss_reduction: "mean" or "sum" over the examples of a batch, as your loss does it.
+        accumulation_steps: what your loop divides each micro-batch's loss by; 1 when it does not divide.
+        curvature: "ef", the empirical Fisher.
+        engine: "factored", or "dense" to form all per-example gradients on the way.
+        verify: check examples against the definition of their gradient, ever more rarely.
+        memory_limit: bytes that gradients in the making and temporaries may take; the step forms all R rows.
+        routes: what the factored engine forms; None leaves it to counting.
+        generator: source of randomness, on the parameters' device; None uses torch's global one.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> opt = FullGaussian(model, num_data=100, lr=0.05)
+        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+        >>> with opt.sampled_params(train=True):
+        ...     opt.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), y).backward()
+        >>> opt.step()
+        >>> opt.posterior.covariance_matrix.shape
+        torch.Size([8, 8])
+    """
+
+    _update = staticmethod(update)
+
+    def _begin(self, params: Params, init_precision: Tensor) -> State:
+        return init(params, init_precision)
+
+    def _posterior(self, state: State) -> DensePrecisionNormal:
+        return posterior(state)

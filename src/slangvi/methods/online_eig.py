@@ -1,0 +1,279 @@
+r"""SLANG-OnlineEig, the paper's other way to a low-rank precision: average eigenvectors, not matrices.
+
+$$ q(\theta) = \mathcal N\bigl(\mu, (UU^\top + \mathrm{diag}\,d)^{-1}\bigr) $$
+
+Each step decomposes the curvature of its own minibatch and moves the columns of U towards the scaled eigenvectors it
+finds. The average of factors is not a factor of the average, so that neither a large rank nor a large N makes this
+exact; the paper keeps it as a comparison, and so does this library. `slangvi.slang` is the better method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi._steps import Prior, Rate, Schedule, require_finite
+from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.errors import NumericalError
+from slangvi.grads.assemble import Engine
+from slangvi.linalg.assignment import best_assignment
+from slangvi.linalg.krylov import Eigenpairs, leading_eigenpairs
+from slangvi.linalg.lowrank import column_squares, gram_float64
+from slangvi.linalg.small import factorize_batch
+from slangvi.linalg.subspace import projected, ritz, sharpened, starting_block
+from slangvi.linalg.topk import padded_spectrum, relative_residual
+from slangvi.methods._build import Common
+from slangvi.methods._gather import GRADIENT_REMEDY
+from slangvi.methods._gaussian import GaussianOptimizer, lerp
+from slangvi.methods._lowrank_state import STATE_REMEDY, Info, State, state_of
+from slangvi.methods._lowrank_step import Rates, Widened, shift_by
+from slangvi.methods.slang import init, posterior, sample
+from slangvi.types import GradientOperator, Params, Routes, Transform
+
+__all__ = ["Info", "OnlineEig", "State", "build", "init", "posterior", "sample", "update"]
+
+# Vectors beyond the L asked for, and rounds of two products with the small matrix. Both are fixed, and what did not
+# converge is decomposed in full: no member of a batch then depends on another.
+_EXTRA = 8
+_ROUNDS = 4
+# Residual allowed relative to the largest eigenvalue, far below what one minibatch says about the curvature.
+_TOLERANCE = 1e-7
+
+
+def update(
+    state: State,
+    gradients: GradientOperator,
+    *,
+    num_data: float,
+    prior: Prior,
+    lr: Rate,
+    precision_lr: Rate | None = None,
+    momentum: float | Tensor = 0.9,
+) -> tuple[State, Info]:
+    r"""One step from per-example gradients G (R rows); leading dimensions of the state are a batch of runs.
+
+    $$ \hat G = \tfrac{N}{R} G^\top G \approx VV^\top, \qquad V = Q_{1:L}\Lambda_{1:L}^{1/2}, \qquad
+       u_l^+ = (1-\beta)\,u_l + \beta\,\varsigma_l v_{\pi(l)} $$
+    $$ d^+ = (1-\beta)\,d + \beta\,\bigl[\mathrm{diag}\,\hat G - \mathrm{diag}\,VV^\top + \lambda\bigr] $$
+
+    The permutation π and the signs ς make Σ_l ‖u_l − ς_l v_{π(l)}‖² as small as it can be: eigenvectors come in no
+    particular order and without a sign. The mean moves as in `slangvi.slang.update`.
+
+    Args:
+        state: before the step; never modified.
+        gradients: operator over R rows.
+        num_data: N, divided by the temperature if there is one.
+        prior: λ and μ₀, (..., P).
+        lr: α.
+        precision_lr: β; None means α.
+        momentum: γ, on the likelihood gradient only.
+
+    Returns:
+        The state after the step, and what can be told about it: spectrum and trace are those of Ĝ here. Raises
+        `NumericalError` instead of returning a state that is not finite.
+    """
+    step, weight = state.step + 1, num_data / gradients.num_rows
+    beta = precision_lr or lr
+    rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, 1 - momentum**step)
+    total, whole_diag = gradients.sum(), weight * gradients.square_sum()
+    require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, whole_diag)
+    try:
+        fresh, pairs = weighted_eigenvectors(gradients, weight, state.prec_factor)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # sums may not fit the dtype together
+        raise NumericalError(
+            f"step {step}: the curvature of all parameters together is not finite. The state is unchanged. "
+            + GRADIENT_REMEDY
+        ) from error
+    rest = whole_diag - column_squares(fresh)
+    factor = lerp(state.prec_factor, matched(fresh, state.prec_factor), beta.value)
+    diag = lerp(state.prec_diag, prior.precision, beta.value).add_(beta.value * rest.clamp_min(0))
+    widened = Widened(factorize_batch(factor, diag), whole_diag, rest)
+    new = shift_by(state.loc, state.momentum, total, widened, weight, prior, rates)
+    if not math.isfinite(new.told.sum()):
+        require_finite("the new precision", step, state.spec, STATE_REMEDY, new.prec_diag, new.prec_factor)
+        require_finite("the new mean", step, state.spec, STATE_REMEDY, new.loc)
+    after = state_of(new, step, state.spec)
+    told = (padded_spectrum(pairs.values, factor), new.told[..., 0], relative_residual(pairs), new.told[..., 1])
+    return after, Info(step, gradients.num_rows, *told, _state=after, _prior=prior)
+
+
+def matched(fresh: Tensor, old: Tensor) -> Tensor:
+    """Rows in the order and with the signs that bring them closest to old ones.
+
+    Args:
+        fresh: V by rows, (..., L, P).
+        old: U by rows, (..., L, P).
+
+    Example:
+        >>> matched(torch.tensor([[0.0, 2.0], [-1.0, 0.0]]), torch.eye(2))
+        tensor([[1., -0.],
+                [0., 2.]])
+    """
+    products = old @ fresh.mT
+    order = best_assignment(products.abs()).unsqueeze(-1)
+    signs = torch.where(products.take_along_dim(order, -1) < 0, -1.0, 1.0).to(fresh.dtype)
+    return signs * fresh.take_along_dim(order, -2)
+
+
+def weighted_eigenvectors(gradients: GradientOperator, weight: float, like: Tensor) -> tuple[Tensor, Eigenpairs]:
+    """V = QΛ^½ of Ĝ = weight·GᵀG by rows, zeros beyond its rank, (..., L, P), and the pairs it was made of.
+
+    Whichever is smaller is decomposed, the Gram GGᵀ or GᵀG itself.
+
+    Args:
+        gradients: operator over R rows.
+        weight: N/R.
+        like: a factor of the same shape and dtype, (..., L, P).
+    """
+    rank, params = like.shape[-2:]
+    if params < getattr(gradients, "num_merged", gradients.num_rows):
+        pairs = _leading(weight * gram_float64(gradients.form().mT), min(rank, params))
+        rows = (pairs.vectors * pairs.values.sqrt().unsqueeze(-2)).mT.to(like.dtype)
+    else:
+        gram = gradients.gram().to(torch.float64)
+        pairs = _leading(weight * gram, min(rank, gram.shape[-1]))
+        rows = gradients.t_mm((weight**0.5 * pairs.vectors).to(like.dtype))
+    missing = rank - rows.shape[-2]
+    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows), pairs
+
+
+def _leading(matrix: Tensor, count: int) -> Eigenpairs:
+    """Leading eigenpairs of (..., n, n): single vectors, not just their span."""
+    if count == 0 or matrix.shape[-1] <= 4 * (count + _EXTRA):
+        return leading_eigenpairs(matrix, count)
+    block = starting_block(matrix.shape[-1], count, 0, matrix.dtype, matrix.device, _EXTRA)
+    block = sharpened(lambda x: matrix @ (matrix @ x), block, _ROUNDS)
+    values, inner, residual = ritz(projected(matrix.__matmul__, block), count)
+    found = Eigenpairs(values, block @ inner, residual)
+    slow = ~(relative_residual(found) <= _TOLERANCE)
+    if bool(slow.any()):
+        for part, whole in zip(found, leading_eigenpairs(matrix[slow], count), strict=True):
+            part[slow] = whole
+    return found
+
+
+def build(
+    log_likelihood: Callable[[Params, Any], Tensor],
+    *,
+    num_data: int,
+    rank: int,
+    lr: Schedule,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    precision_lr: Schedule | None = None,
+    momentum: float = 0.9,
+    mc_samples: int = 1,
+    init_precision: Any = 1.0,
+    temperature: float = 1.0,
+    model: nn.Module | None = None,
+    engine: Engine | None = None,
+    verify: bool = True,
+    memory_limit: int | None = None,
+    routes: Routes | None = None,
+) -> Transform:
+    """SLANG-OnlineEig as pure functions over an immutable state.
+
+    Args:
+        log_likelihood: (params, batch) → (M,), the log-likelihood of each example.
+        num_data: N, examples in the training set.
+        rank: L ≥ 0, columns of U.
+        lr: α, a number or a function of the step counted from 1.
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
+        prior_mean: μ₀, likewise.
+        precision_lr: β, at most 1; None follows `lr`.
+        momentum: γ.
+        mc_samples: S, draws of the weights per step.
+        init_precision: d at the start.
+        temperature: the likelihood is weighed by 1/temperature.
+        model: the module behind `log_likelihood`, so that the factored engine can see its layers.
+        engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
+        verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
+        memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take.
+        routes: what the factored engine forms; None leaves it to counting. The Gram is always formed here.
+
+    Returns:
+        `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
+        `posterior(state)`.
+
+    Example:
+        >>> def log_likelihood(params, batch):
+        ...     return -0.5 * (batch["y"] - batch["x"] @ params["w"]) ** 2
+        >>> vi = build(log_likelihood, num_data=2, rank=1, lr=0.5)
+        >>> state = vi.init({"w": torch.zeros(2)})
+        >>> batch = {"x": torch.eye(2), "y": torch.tensor([1.0, 2.0])}
+        >>> state, info = vi.update(state, batch, generator=torch.Generator().manual_seed(0))
+        >>> state.prec_factor.shape, info.num_rows
+        (torch.Size([1, 2]), 2)
+    """
+    rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    common = Common(
+        log_likelihood,
+        num_data=num_data,
+        lr=lr,
+        prior_precision=prior_precision,
+        prior_mean=prior_mean,
+        precision_lr=precision_lr,
+        momentum=momentum,
+        mc_samples=mc_samples,
+        temperature=temperature,
+        model=model,
+        engine=engine,
+        verify=verify,
+        memory_limit=memory_limit,
+        routes=routes,
+        rank=rank,
+    )
+    return common.transform(lambda params: init(params, rank, init_precision), update, sample, posterior)
+
+
+class OnlineEig(GaussianOptimizer[State, Info]):
+    """SLANG-OnlineEig as a torch optimizer for any module.
+
+    Args:
+        model: any module; call it with the batch as first dimension.
+        params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
+        num_data: N, examples in the training set.
+        rank: L, columns of the low-rank precision factor.
+        momentum: γ, on the likelihood gradient.
+        options: lr, prior_precision, precision_lr, mc_samples, init_precision, prior_mean, temperature,
+            loss_reduction, accumulation_steps, curvature, engine, verify, memory_limit, routes and generator, as in
+            `slangvi.SLANG`.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> opt = OnlineEig(model, num_data=100, rank=2, lr=0.05)
+        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+        >>> with opt.sampled_params(train=True):
+        ...     opt.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), y).backward()
+        >>> opt.step()
+        >>> opt.posterior.variance.shape
+        torch.Size([8])
+    """
+
+    _update = staticmethod(update)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Any = None,
+        *,
+        num_data: int,
+        rank: int = 1,
+        momentum: float = 0.9,
+        **options: Any,
+    ) -> None:
+        self.rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+        super().__init__(model, params, num_data=num_data, momentum=momentum, **options)
+
+    def _begin(self, params: Params, init_precision: Tensor) -> State:
+        return init(params, self.rank, init_precision)
+
+    def _posterior(self, state: State) -> LowRankPrecisionNormal:
+        return posterior(state)

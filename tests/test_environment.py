@@ -1,0 +1,26 @@
+"""What is kept beside every measured number."""
+
+from __future__ import annotations
+
+import torch
+
+from slangvi import _environment
+
+
+def test_an_environment_names_command_device_and_versions():
+    about = _environment.environment("slangvi dance", "cpu", 1.26)
+    assert (about["command"], about["device_type"], about["seconds"]) == ("slangvi dance", "cpu", 1.3)
+    assert about["torch"] == torch.__version__
+    assert about["device"]
+    assert len(about["date"]) == 10
+
+
+def test_only_installed_packages_have_a_version():
+    assert _environment.versions(["numpy", "no-such-package"]).keys() == {"numpy"}
+
+
+def test_processors_are_named_where_the_system_knows(tmp_path):
+    listing = tmp_path / "cpuinfo"
+    listing.write_text("processor\t: 0\nmodel name\t: Fast Chip 9000\nmodel name\t: Fast Chip 9000\n")
+    assert _environment.cpu_name(listing) == "Fast Chip 9000"
+    assert _environment.cpu_name(tmp_path / "none")
