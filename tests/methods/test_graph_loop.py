@@ -63,7 +63,6 @@ def test_every_kind_of_block_is_replayed(cuda):
     assert cuda.replayed.count("write_mean") == 6 + 5
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: embeddings' rows go through torch.unique, which waits for the device")
 def test_steps_of_an_embedding_are_captured_without_waiting(taped):
     eager, replayed, batch = pair(make=words)
     for opt in (eager, replayed):

@@ -27,8 +27,6 @@ from slangvi.methods import _graph_pass
 from slangvi.methods._graph_runner import MOST_GRAPHS
 
 ONCE = "backward\\(\\) can be called once for each forward pass"
-# An embedding's step is not captured: its rows are sorted by words, and how many there are has to be waited for.
-unsorted = pytest.mark.filterwarnings("ignore:compile=True has no effect. the step could not be captured")
 
 
 # Refusing to capture, and saying so, is a way out wherever a graph would not do.
@@ -174,7 +172,6 @@ MAKES = {
 TOLERANCES = {"float64": 1e-12, "bfloat16": 2e-2}
 
 
-@unsorted
 @pytest.mark.parametrize("name", MAKES)
 def test_replayed_passes_equal_eager_ones(replays, name):
     def scene(opt, x, y):
@@ -188,7 +185,6 @@ def test_replayed_passes_equal_eager_ones(replays, name):
         assert opt.model.first.weight.grad is not None
 
 
-@unsorted
 @pytest.mark.parametrize("name", ["dropout", "words", "residual", "unused"])
 def test_steps_from_replayed_passes_equal_eager_ones(replays, name):
     def scene(opt, x, y):

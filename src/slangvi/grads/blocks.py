@@ -106,12 +106,20 @@ class Rows(Block):
         return Outer(hot.unsqueeze(1), self.values.unsqueeze(1))
 
     def _coalesced(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Entries of one example that touch the same table row, added up: (row, table row, value) triples."""
-        row = torch.arange(self.num_rows, device=self.index.device).unsqueeze(1).expand_as(self.index)
-        keys, place = torch.unique(row * self.table_rows + self.index, return_inverse=True)
-        values = self.values.new_zeros(len(keys), self.values.shape[-1])
-        values.index_add_(0, place.flatten(), self.values.flatten(0, 1))
-        return keys // self.table_rows, keys % self.table_rows, values
+        """Entries of one example that touch the same table row, added up: (row, table row, value) triples.
+
+        There are as many triples as entries, and what is left over is zero: to count them would be to wait for the
+        device.
+        """
+        row = torch.arange(self.num_rows, device=self.index.device).repeat_interleave(self.index.shape[1])
+        words, order = self.index.sort(dim=1, stable=True)
+        fresh = F.pad(words[:, 1:] != words[:, :-1], (1, 0), value=False)
+        slot = fresh.cumsum(1)
+        word = torch.zeros_like(words).scatter_(1, slot, words)
+        size = self.values.shape[-1]
+        given = self.values.gather(1, order.unsqueeze(-1).expand(-1, -1, size))
+        values = torch.zeros_like(given).scatter_add_(1, slot.unsqueeze(-1).expand_as(given), given)
+        return row, word.flatten(), values.flatten(0, 1)
 
 
 # (parameter name, block) → the same gradients in the form they are to be kept in.
