@@ -81,7 +81,7 @@ class Assembler:
         self.rules_sufficed = False  # whether the last pass needed nothing but rules
         self.rules_failed = False  # whether some pass needed more, since somebody looked and took this back
         self.check_next = False  # ask for a check of the next pass out of turn
-        self.latest = Uses()  # of the pattern of the last pass
+        self.recent: list[Uses] = []  # of the patterns of the passes that were collected last
         self._held_in: dict[str, dict[str, str]] = {}
 
     def assemble(self, backward: Backward, values: Params, num_examples: int | None = None) -> RowGroup:
@@ -107,7 +107,7 @@ class Assembler:
         """Count a pass that is recorded elsewhere, unless a check is due and it has to be recorded here.
 
         Args:
-            uses: what `latest` was after a pass of its pattern that was recorded here.
+            uses: what `recent` had after a pass of its pattern that was recorded here.
         """
         if self.verify and (self.check_next or uses.due):
             return False
@@ -119,7 +119,8 @@ class Assembler:
         if len(self._seen) > _MOST_PATTERNS:
             self._seen.clear()
             self._plans.clear()
-        uses = self.latest = self._seen.setdefault(signature, Uses())
+        uses = self._seen.setdefault(signature, Uses())
+        self.recent.append(uses)
         if not self.verify:
             return False
         due = self.check_next or uses.due

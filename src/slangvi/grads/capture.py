@@ -135,6 +135,7 @@ class GradientCapture:
             num_examples: M when known.
         """
         passes, self._backwards = list(self._backwards.values()), {}
+        self.assembler.recent.clear()
         if totals is not None and passes:
             passes[-1].totals, passes[-1].accumulated = dict(totals), True
         # torch.autograd.grad passes through the same hooks, but is no training signal: it leaves p.grad alone.

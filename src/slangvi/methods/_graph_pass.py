@@ -200,12 +200,17 @@ class PassRunner:
             assembler.rules_failed = False
             self.passes.clear()
             self._patterns.clear()
-        elif len(asked) == len(groups) == 1 and asked[0] and not isinstance(groups[0].blocks, ReplayedBlocks):
-            if len(self._patterns) > _MOST_KINDS:
-                self._patterns = {kind: self._patterns[kind] for kind in self.passes if kind in self._patterns}
-            self._patterns[asked[0]] = (assembler.latest, self._patterns.get(asked[0], (None, 0))[1] + 1)
-        else:
-            return
+            self._latest = None
+        elif asked and len(asked) == len(groups) == len(assembler.recent):  # else some were replayed
+            self._learn(asked, assembler.recent)
+
+    def _learn(self, kinds: list[Kind], recent: list[Uses]) -> None:
+        """Rules could read these calls."""
+        if len(self._patterns) > _MOST_KINDS:
+            self._patterns = {kind: self._patterns[kind] for kind in self.passes if kind in self._patterns}
+        for kind, uses in zip(kinds, recent, strict=True):
+            if kind:
+                self._patterns[kind] = (uses, self._patterns.get(kind, (None, 0))[1] + 1)
         self._latest = None
 
     def call(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
