@@ -45,7 +45,8 @@ def test_replayed_steps_and_draws_equal_eager_ones(cuda, rank, dtype, own):
     # Passes 1, 2, 4, 8 and 16 are checked and the third is captured, so steps 3, 5, 6, 7, 9, 10, 11 and 12 are of
     # replayed passes alone: the first of them shows the shapes, the second is captured, and draws follow on seven.
     assert [cuda.captured.count(piece) for piece in ("go_forward", "go_back", "watch")] == [1, 1, 1]
-    assert cuda.replayed.count("go_forward") == cuda.replayed.count("go_back") == 24 - 5
+    # The graph is compared with the model at checks 4, 8 and 16.
+    assert [cuda.replayed.count(way) for way in ("go_forward", "go_back")] == [24 - 5 + 3, 24 - 5]
     assert cuda.replayed.count("write_draw") == 12
     assert cuda.replayed.count("write_mean") == 7 + 12
 

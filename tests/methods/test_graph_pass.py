@@ -1365,7 +1365,6 @@ class Elsewhere(Net):
         return super().forward(x) * self.settings.scale
 
 
-@limit("a graph is never compared with what it stands for, so what Python knows elsewhere is never seen again")
 def test_what_python_changes_elsewhere_is_found_out_at_the_next_check(replays):
     settings = SimpleNamespace(scale=1.0)
 

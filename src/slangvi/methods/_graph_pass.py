@@ -32,6 +32,8 @@ __all__ = ["CapturedPass", "PassRunner"]
 _tokens = itertools.count()
 # Kinds of call that are remembered, and calls after which a graph that was not used may go.
 _MOST_KINDS, _LONG_AGO = 256, 64
+# How far outputs of a graph may be from the model's, relative to their size: rounding and a few units at a kink.
+_ALIKE = 1e-2
 Kind = tuple[object, ...]
 
 
@@ -118,6 +120,16 @@ class CapturedPass:
         self.x.copy_(x)
         self.graphs["go_forward"].replay()
         return self.output.detach().clone()
+
+    def says(self, output: Any, x: Tensor, default: Any, before: Any) -> bool:
+        """Whether the graph gives the same outputs as the model gave, on the same random numbers."""
+        after = default.get_state()
+        default.set_state(before)
+        with torch.no_grad(), _buffers_kept(self.model):
+            mine = self.forward(x)
+        default.set_state(after)
+        alike = isinstance(output, Tensor) and output.shape == mine.shape
+        return alike and bool((output - mine).norm() <= _ALIKE * mine.norm())
 
     def backward(self, cotangent: Tensor) -> list[Tensor | None]:
         """Gradients of the parameters, in memory of their own; `rows` are there then."""
@@ -238,11 +250,22 @@ class PassRunner:
         """A call that is not replayed."""
         self._asked.append(())
         self.main.note_surroundings("", announced=True)
+        known = None if kind is None or any(p.ticket for p in self.passes.values()) else self.passes.get(kind)
+        default = None if known is None else torch.cuda.default_generators[args[0].device.index or 0]
+        before = None if default is None else default.get_state()
         output = original(*args, **kwargs)
+        if known is not None and not known.says(output, args[0], default, before):
+            self._forget(kind)
         # A forward that leaves its mark on the model has to run every time.
-        if kind is not None and self._kind(args, kwargs) == kind:
+        elif kind is not None and self._kind(args, kwargs) == kind:
             self._asked[-1] = kind
         return output
+
+    def _forget(self, kind: Kind | None) -> None:
+        """A graph that no longer does what the model does; what the model reads elsewhere has changed."""
+        for known in (self.passes, self._patterns, self._used):
+            known.pop(kind, None)  # type: ignore[arg-type]
+        self._latest = None
 
     def _kind(self, args: Any, kwargs: Any) -> Kind | None:
         """What must agree for a call to fit a graph; None for calls that never do."""
@@ -343,7 +366,9 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in before:
-                buffer.copy_(value)
+                # Nothing has happened: a pass on its way may still need them.
+                with torch.autograd._unsafe_preserve_version_counter(buffer):  # type: ignore[attr-defined]
+                    buffer.copy_(value)
 
 
 def _views(flat: Tensor, parts: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
