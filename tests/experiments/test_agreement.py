@@ -47,7 +47,13 @@ def test_usps_is_compared_by_distance_to_the_exact_answer(ours, agrees):
     assert slang.is_distance
     assert (slang.ours, slang.theirs) == pytest.approx((ours, 0.1))
     assert slang.agrees is agrees
-    assert exact.agrees is True
+    assert (exact.is_distance, exact.agrees, exact.why) == (True, None, "zero by definition")
+
+
+def test_what_is_zero_by_definition_does_not_count_as_agreement():
+    assert verdict("a1a", "full_exact", 0.0, Printed(0.0, 0.0, 0.01)).agrees is None
+    assert summary([verdict("a1a", "full_exact", 0.0, Printed(0.0, 0.0, 0.01))]) == ["a1a: 0 of 0 numbers agree."]
+    assert verdict("a1a", "full_exact", 0.3, Printed(0.3, 0.0, 1e-4), "test_nll_nats").agrees is True
 
 
 def test_divergences_on_usps_are_their_own_distance():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -61,8 +62,21 @@ def test_damaged_files_are_named_and_count_as_unfinished(tmp_path, content):
 
 def test_files_of_others_are_refused(tmp_path):
     np.savez(tmp_path / "other.npz", x=np.arange(3))
-    with pytest.raises(ValueError, match="is damaged or not a result of ours"):
-        read(tmp_path / "other.npz")
+    with (tmp_path / "array.npz").open("wb") as file:
+        np.save(file, np.arange(3))
+    for name in ("other.npz", "array.npz"):
+        with pytest.raises(ValueError, match="is damaged or not a result of ours"):
+            read(tmp_path / name)
+
+
+def test_any_byte_may_be_damaged(tmp_path):
+    path = tmp_path / "file.npz"
+    write(path, {"x": np.arange(3)}, {"seconds": 1.5})
+    good = path.read_bytes()
+    for place in range(len(good)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 0xFF]) + good[place + 1 :])
+        with suppress(ValueError):  # and nothing else
+            assert read(path).arrays["x"].tolist() == [0, 1, 2]
 
 
 def test_a_cell_is_computed_kept_and_its_checkpoint_removed(tmp_path):
@@ -114,6 +128,8 @@ def test_a_checkpoint_that_cannot_be_read_is_done_without(tmp_path):
     cell = experimenting.cell("a")
     path = cell.partial_path(tmp_path)
     path.parent.mkdir()
+    write(path, {"done": np.array(5)}, {})
+    assert Attempt(cell, tmp_path, silent).restored() is None
     path.write_bytes(b"cut")
     assert Attempt(cell, tmp_path, silent).restored() is None
     compute(cell, tmp_path, silent)

@@ -161,6 +161,33 @@ def test_covariance_trains_what_is_missing(computed, settings):
     assert len(computed) == 3
 
 
+def test_covariance_does_not_mix_runs(computed, settings):
+    one = replace(settings, datasets=("breast_cancer",), methods=("slang_1", "full_exact"))
+    logreg.run(one)
+    before = (settings.out / "logreg-posteriors.npz").read_bytes()
+    for other in (replace(one, seed=1), replace(one, epochs=4)):
+        with pytest.raises(ValueError, match="is from a run of logreg with epochs 3, splits 2, seed 0, and this one"):
+            logreg_covariance.run(other)
+    assert (settings.out / "logreg-posteriors.npz").read_bytes() == before
+    alone = replace(one, out=settings.out / "alone")
+    first = logreg_covariance.run(alone).rows
+    assert logreg_covariance.run(replace(alone, seed=1)).rows != first
+    assert logreg_covariance.run(alone).rows == first
+
+
+def test_a_clone_without_cells_loses_nothing(computed, settings):
+    one = replace(settings, datasets=("breast_cancer",), methods=("mf_exact", "slang_1"))
+    logreg.run(one)
+    logreg_covariance.run(one)
+    kept = {path: path.read_bytes() for path in settings.out.iterdir() if path.is_file()}
+    for path in sorted(settings.cells.rglob("*.npz")):
+        path.unlink()
+    logreg_covariance.run(one)
+    with pytest.raises(ValueError, match=r"has 3 cells that were not chosen .* \(breast_cancer full_exact, "):
+        logreg.run(replace(one, datasets=("a1a",), methods=("full_exact", "mf_exact")))
+    assert {path: path.read_bytes() for path in settings.out.iterdir() if path.is_file()} == kept
+
+
 def test_missing_data_are_told_before_anything_is_computed(settings, monkeypatch, tmp_path):
     from slangvi.errors import DataError
 

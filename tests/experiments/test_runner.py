@@ -83,6 +83,14 @@ def test_ctrl_c_keeps_what_there_is_and_the_same_call_goes_on(tmp_path, seen):
     assert int(read_cell(cells[0], tmp_path).arrays["total"]) == 21
 
 
+def test_after_ctrl_c_a_forced_run_goes_on_without_force(tmp_path):
+    cells = [cell("broken", "fail", cost=9.0), cell("a", interrupt=3)]
+    with pytest.raises(Interrupted) as raised:
+        run_cells(cells, tmp_path, force=True)
+    assert "The same command without --force goes on from there." in str(raised.value)
+    assert "data broken: ArithmeticError: numbers ran out" in str(raised.value)
+
+
 def test_threads_are_set_back(tmp_path):
     before = torch.get_num_threads()
     torch.set_num_threads(2)

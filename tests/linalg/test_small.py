@@ -61,10 +61,13 @@ def test_draws_do_not_depend_on_the_rotation_of_the_factor(generator):
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_a_diagonal_below_rounding_is_survived():
-    factor = 1e9 * torch.ones(2, 1, 4, dtype=torch.float64)
-    p = factorize_batch(factor, torch.full((2, 4), 1e-9, dtype=torch.float64))
-    assert bool(torch.isfinite(p.solve(torch.ones(2, 4, dtype=torch.float64))).all())
+@pytest.mark.parametrize("power", [0, 2, 4, 6, 9, 13, 18])
+def test_variances_keep_their_digits_however_large_the_factor(power):
+    factor, diag = make((3,), 4, 30)
+    factor = factor * (10**power * diag.amax() / factor.square().sum(-2).amax()).sqrt()
+    p, plain = factorize_batch(factor, diag), factorize(factor, diag)
+    torch.testing.assert_close(p.inv_diag(), plain.inv_diag(), rtol=1e-9, atol=0)
+    assert isinstance(p, LowRankPrecision) == (power > 4)
 
 
 @pytest.mark.parametrize(

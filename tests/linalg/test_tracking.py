@@ -108,6 +108,21 @@ def test_where_there_is_no_answer_none_is_given(K, start, orthonormal):
     assert tracked(K, K @ start, TOLERANCE, 2, orthonormal).errors == [float("inf")]
 
 
+@pytest.mark.parametrize("orthonormal", [False, True])
+@pytest.mark.parametrize("scale", [1e-162, 1e-160, 1e-158, 1e-150, 1e-100, 1e100, 1e150])
+@pytest.mark.parametrize("count", [1, 3])
+def test_squares_that_leave_the_numbers_certify_nothing(scale, orthonormal, count):
+    """There is no gap behind the leading ones, at any scale."""
+    source = torch.Generator().manual_seed(0)
+    Q, start = (torch.randn(40, 40, generator=source, dtype=torch.float64) for _ in range(2))
+    Q = torch.linalg.qr(Q).Q
+    values = torch.full((40,), 1e-3, dtype=torch.float64)
+    values[: count + 1] = 1.0
+    K = scale * (Q * values) @ Q.mT
+    for rounds in (1, 2, 5):
+        assert tracked(K, K @ start[:, :count], TOLERANCE, rounds, orthonormal).errors[0] > TOLERANCE
+
+
 def test_those_of_a_batch_that_fail_leave_the_others_alone():
     good, start = moved(30, 3, 1e-3)
     K = torch.stack([good, torch.zeros_like(good), good])

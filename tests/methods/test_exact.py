@@ -287,6 +287,14 @@ def test_bad_input_says_what_to_do():
         exact.fit(x, y, prior_precision=1.0, prior_mean=torch.zeros(2))
     with pytest.raises(ValueError, match="prior_mean must be finite"):
         exact.fit(x, y, prior_precision=1.0, prior_mean=math.nan)
+    with pytest.raises(TypeError, match=r"x must be a tensor, got ndarray\. Convert with torch\.as_tensor"):
+        exact.fit(x.numpy(), y, prior_precision=1.0)
+    with pytest.raises(TypeError, match="prior_precision must be a number or a tensor that broadcasts to"):
+        exact.fit(x, y, prior_precision={"weight": 1.0})
+    with pytest.raises(ValueError, match=r'params must have one tensor, "weight", got \[.w.\]'):
+        exact.build(x, y, prior_precision=1.0).init({"w": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r'params\["weight"\] must be a number or a tensor that broadcasts to'):
+        exact.build(x, y, prior_precision=1.0).init({"weight": torch.zeros(7)})
     with pytest.raises(ValueError, match="family must be one of 'full', 'mean_field', got 'diagonal'"):
         exact.fit(x, y, prior_precision=1.0, family="diagonal")
     with pytest.raises(slangvi.NumericalError, match="the ELBO at the start is not finite"):

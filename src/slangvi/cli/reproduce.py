@@ -59,7 +59,7 @@ def _command(name: str) -> click.Command:
         help=f"Folder of the results; {RESULTS}, or {QUICK} when the run is not full, if not given.",
     )
     @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-    @click.option("--jobs", type=click.IntRange(1), help="Processes; one for each core if not given.")
+    @click.option("--jobs", type=click.IntRange(1), help="Processes; if not given, one for each core, or one on a GPU.")
     @click.option("--force", is_flag=True, help="Compute again what is finished.")
     def command(**options: Any) -> None:
         _run(name, **options)
@@ -142,7 +142,7 @@ def _settings(
     short = others["quick"] or others["epochs"] or others["splits"]
     return Settings(
         out=out or (QUICK if short else RESULTS),
-        jobs=jobs or os.cpu_count() or 1,
+        jobs=jobs or (1 if str(others["device"]).startswith("cuda") else os.cpu_count() or 1),
         command=_typed(name),
         **chosen,
         **others,

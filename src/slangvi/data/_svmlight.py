@@ -23,7 +23,7 @@ __all__ = ["Table", "digest", "parse", "read"]
 Array = NDArray[np.float64]
 MAX_UNPACKED = 1 << 28  # a few compressed bytes can unpack to any size
 STEPS = 1200
-_NUMBER = rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_NUMBER = rb"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 _LINE = re.compile(rb"\s*%b(?:\s+\d+:%b)*\s*" % (_NUMBER, _NUMBER))
 
 

@@ -128,9 +128,9 @@ class Attempt:
             return None
         try:
             kept = read(path)
-        except ValueError:  # the disk may have failed us, and a checkpoint can be done without
+            self._before = float(kept.about["seconds"])
+        except (KeyError, ValueError):  # the disk may have failed us, and a checkpoint can be done without
             return None
-        self._before = float(kept.about["seconds"])
         return kept.arrays
 
     def tick(self, done: int, steps: int, capture: Callable[[], Arrays]) -> None:
@@ -188,5 +188,5 @@ def read(path: Path) -> Stored:
         with path.open("rb") as handle, np.load(handle, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         return Stored(arrays, json.loads(str(arrays.pop(_ABOUT))))
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, KeyError, TypeError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is damaged or not a result of ours ({error}). Remove it, or use --force.") from error

@@ -61,7 +61,7 @@ class Ledger:
     """
 
     def __init__(self, cells: Sequence[Cell], folder: Path, progress: Progress, force: bool) -> None:
-        self.folder, self.progress = folder, progress
+        self.folder, self.progress, self.force = folder, progress, force
         self.cells = cells
         self.failures: list[str] = []
         self.begun = time.perf_counter()
@@ -121,9 +121,11 @@ class Ledger:
         """Say what went wrong, if anything did."""
         finished = sum(share == 1.0 for share in self.shares.values())
         if self.stopped and finished < len(self.cells):
+            again = "The same command without --force" if self.force else "The same command"
+            failed = "".join(f"\n{failure}" for failure in self.failures)
             raise Interrupted(
                 f"{finished} of {len(self.cells)} cells are finished and kept in {self.folder}, unfinished ones up to "
-                "where they were. The same command goes on from there."
+                f"where they were. {again} goes on from there.{failed}"
             )
         if self.failures:
             kept = f"{finished} of {len(self.cells)} cells are finished and kept in {self.folder}."

@@ -105,11 +105,25 @@ def compute(
     """
     datasets = choose("dataset", settings.datasets, table[0])
     methods = choose("method", settings.methods, table[1])
-    refuse_shorter(settings.out / f"{name}.json", recipe.epochs, _most_splits(recipe))
+    about, chosen, every = settings.out / f"{name}.json", plan(recipe, datasets, methods), plan(recipe, *table)
+    refuse_shorter(about, recipe.epochs, _most_splits(recipe))
+    refuse_smaller(about, [*chosen, *(cell for cell, _ in finished(every, settings.cells))])
     require_data(datasets)
-    wanted = [*plan(recipe, datasets, methods), *(cell for cell in besides if cell.dataset in datasets)]
+    wanted = [*chosen, *(cell for cell in besides if cell.dataset in datasets)]
     run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
-    return finished(plan(recipe, *table), settings.cells)
+    return finished(every, settings.cells)
+
+
+def refuse_smaller(path: Path, cells: Iterable[Cell]) -> None:
+    """Refuse to replace a table by one with fewer cells, as in a clone of the repository, which has no cells."""
+    missing = set(read_about(path).get("cells", ())) if path.is_file() else set()
+    for cell in cells:
+        missing -= {cell.label, *(need.label for need in cell.needs)}
+    if missing:
+        raise ValueError(
+            f"{path} has {len(missing)} cells that were not chosen and are not kept beside it ({min(missing)}, ...): "
+            "they would be lost. Choose another folder with --out, or leave out --datasets and --methods."
+        )
 
 
 def _most_splits(recipe: Recipe) -> int:
@@ -205,7 +219,9 @@ def save(
 
 def _write_about(path: Path, about: dict[str, Any]) -> None:
     """Keep what is there when no cell was computed since: command and time are those of the run that did the work."""
-    if not path.is_file() or read_about(path).get("cells") != about["cells"]:
+    there = read_about(path) if path.is_file() else {}
+    alike = all(there.get(key) == about[key] for key in ("settings", "seed"))
+    if not (alike and about["cells"] in ({}, there.get("cells"))):
         write_about(path, about)
 
 

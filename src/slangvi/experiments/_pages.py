@@ -60,9 +60,11 @@ def made_by(path: Path) -> str:
     about = read_about(path)
     core, wall = about["seconds"] / 60, about["wall_seconds"] / 60
     versions = f"Python {about['python']}, torch {about['torch']}, slangvi {about['slangvi']}"
+    lengths = [f"{about['settings'][key]:,} {key}" for key in ("epochs", "splits") if key in about["settings"]]
+    facts = [*lengths, f"{core:.1f} core minutes in {about['jobs']} processes"]
     return (
-        f"`{about['command']}` on {about['date']}: {core:.1f} core minutes in {about['jobs']} processes (the last\n"
-        f"command took {wall:.1f} minutes), {about['device']}, {versions}.\n"
+        f"`{about['command']}` on {about['date']}: {', '.join(facts)}\n"
+        f"(the last command took {wall:.1f} minutes), {about['device']}, {versions}.\n"
     )
 
 
@@ -85,13 +87,18 @@ def comparison(verdicts: Sequence[Verdict]) -> str:
         cells.append(number(row.mean, row.standard_error, paper.unit))
         if distances:
             cells += [number(verdict.theirs, None, paper.unit), number(verdict.ours, None, paper.unit)]
-        cells.append(
-            f"{100 * apart / abs(verdict.theirs):+.1f} %" if verdict.theirs else number(apart, None, paper.unit)
-        )
-        cells.append(f"{apart / paper.standard_error:+.1f}" if paper.standard_error else "")
+        share = f"{_signed(100 * apart / abs(verdict.theirs))} %" if verdict.theirs else ""
+        cells.append(share or number(apart, None, paper.unit))
+        cells.append(_signed(apart / paper.standard_error) if paper.standard_error else "")
         cells.append({True: "✓", False: "✗", None: verdict.why}[verdict.agrees])
         lines.append(cells)
     return markdown(header, lines)
+
+
+def _signed(value: float) -> str:
+    """With its sign, unless there is nothing left of it."""
+    text = f"{value:+.1f}"
+    return "0.0" if float(text) == 0 else text
 
 
 def number(value: float, error: float | None, unit: float) -> str:

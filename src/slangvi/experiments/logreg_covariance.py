@@ -59,15 +59,24 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
 
 
 def _kept(settings: Settings, recipe: Recipe) -> dict[str, Posterior]:
-    """Posteriors of an earlier run with the same settings."""
+    """Posteriors of an earlier run with the same settings; those that `logreg` made with others are not replaced."""
+    kept = settings.out / POSTERIORS
+    # Once `logreg` has run, the file is its own: nobody replaces it who has other settings.
+    makers = [path for name in (logreg.NAME, NAME) if (path := settings.out / f"{name}.json").is_file()]
+    if not (makers and kept.is_file()):
+        return {}
+    about = read_about(makers[0])
+    there = {name: about["settings"][name] for name in ("epochs", "splits")} | {"seed": about["seed"]}
     splits = max(len(recipe.splits(dataset)) for dataset in DATASETS)
-    for name in (logreg.NAME, NAME):
-        path = settings.out / f"{name}.json"
-        if path.is_file() and (settings.out / POSTERIORS).is_file():
-            about = read_about(path)
-            there = about["settings"]
-            if (there["epochs"], there["splits"], about["seed"]) == (recipe.epochs, splits, settings.seed):
-                return read_posteriors(settings.out / POSTERIORS)
+    ours = {"epochs": recipe.epochs, "splits": splits, "seed": settings.seed}
+    if there == ours:
+        return read_posteriors(kept)
+    if makers[0].stem == logreg.NAME:
+        told = [", ".join(f"{name} {value}" for name, value in each.items()) for each in (there, ours)]
+        raise ValueError(
+            f"{kept} is from a run of {logreg.NAME} with {told[0]}, and this one has {told[1]}. Run `slangvi reproduce "
+            f"{logreg.NAME}` with the same settings first, or choose another folder with --out."
+        )
     return {}
 
 

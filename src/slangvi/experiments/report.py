@@ -29,16 +29,18 @@ NOTES = """\
 
 def write(results: Path, docs: Path) -> list[Path]:
     """Write the page and its pictures into a folder of documentation, and return their paths."""
+    done = [name for name in EXPERIMENTS if (results / f"{name}.json").is_file()]
+    for name in done:  # before anything is drawn
+        path = results / f"{name}.json"
+        if read_about(path)["settings"]["quick"]:
+            raise ValueError(f"{path} comes from a --quick run, which is too short to be compared with the paper.")
     parts, pictures = [HEAD], list[Path]()
     for name in EXPERIMENTS:
         module = import_module(module_name(name))
         parts.append(f"## {module.TITLE}\n")
-        path = results / f"{name}.json"
-        if not path.is_file():
+        if name not in done:
             parts.append(f"Not run yet: `slangvi reproduce {name}`.\n")
             continue
-        if read_about(path)["settings"]["quick"]:
-            raise ValueError(f"{path} comes from a --quick run, which is too short to be compared with the paper.")
         text, drawn = module.section(results, docs)
         parts.append(text)
         pictures += drawn

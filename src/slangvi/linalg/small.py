@@ -19,6 +19,8 @@ __all__ = ["SmallPrecision", "factorize_batch"]
 
 # Multiplications of the Cholesky factors, times three, up to which they take less time than what they replace.
 _MOST = 1 << 21
+# Largest (UUᵀ)ₚₚ / dₚ for the matrix: variances are right to about so many units of rounding.
+_STEEP = 1e5
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def factorize_batch(factor: Tensor, diag: Tensor) -> LowRankPrecision | SmallPre
     if factor.ndim == 2 or factor.dtype != torch.float64 or diag.numel() * size * size > _MOST:
         return factorize(factor, diag)
     matrix = product(factor.mT, factor)
-    # Where d is below the rounding of UUᵀ, that takes its place, so that the factorisation stays alive.
-    rounding = 4.0 * size * torch.finfo(matrix.dtype).eps
-    matrix.diagonal(dim1=-2, dim2=-1).mul_(1.0 + rounding).add_(diag)
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    # Beside a UUᵀ that much larger the matrix keeps too few digits of d; the low-rank form keeps them apart.
+    if not bool((diagonal <= _STEEP * diag).all()):
+        return factorize(factor, diag)
+    diagonal.add_(diag)
     return SmallPrecision(factor, diag, factorize_dense(matrix))

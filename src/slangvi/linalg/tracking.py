@@ -36,6 +36,8 @@ _FEW = 2000
 _SHORT = 32
 # What is below the rounding of ‖K‖² the difference ‖K‖² − ‖S‖² has lost.
 _LOST = 8 * sys.float_info.epsilon
+# Below this norm the squares of residuals at the tolerance are subnormal or zero, and lengths made of them too short.
+_TINY = math.sqrt(sys.float_info.min) / sys.float_info.epsilon
 
 
 class Tracked(NamedTuple):
@@ -135,12 +137,13 @@ def _look(whole: Tensor, basis: Tensor, image: Tensor, orthonormal: bool) -> tup
 def _bound(numbers: list[float], count: int, orthonormal: bool) -> _Bound:
     """From ‖K‖, ‖S‖, ρ, ‖T‖ and what else may be wrong.
 
-    ‖T‖² is at least 1/λ_min(S), its root where T comes from YᵀY; and ‖S‖/√L is at most the largest eigenvalue.
+    ‖T‖² is at least 1/λ_min(S). Where T comes from YᵀY = S² + EᵀE, ‖T‖² is at least 1/(λ_min(S)² + ρ²), which serves
+    as well, since 2ρ² is left in what is outside. ‖S‖/√L is at most the largest eigenvalue.
     """
     whole, size, left, inverse, *flaws = numbers
     outside = math.sqrt(max(whole * whole - size * size, 0.0) + _LOST * whole * whole)
     slowness, flaw = outside * (inverse if orthonormal else inverse * inverse), sum(flaws)
-    if not (0.0 < slowness < 1.0 and size > 0.0 and flaw < 1.0):
+    if not (0.0 < slowness < 1.0 and size > _TINY and flaw < 1.0):
         return _NONE
     error = slowness / (1.0 - slowness) * left * math.sqrt(2 * count) / size + flaw
     return _Bound(error, slowness) if error >= 0.0 else _NONE

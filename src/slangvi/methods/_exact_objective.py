@@ -12,8 +12,9 @@ from slangvi import _checks
 from slangvi._steps import Prior
 from slangvi.linalg import DensePrecision, factorize_dense
 from slangvi.quadrature import softplus_expectations
+from slangvi.types import Params
 
-__all__ = ["Family", "Point", "Regression", "choose", "evaluate", "improves", "newton_step", "regression"]
+__all__ = ["Family", "Point", "Regression", "choose", "evaluate", "improves", "newton_step", "regression", "start_of"]
 
 Family = Literal["full", "mean_field"]
 
@@ -199,6 +200,9 @@ def _where(accepted: Tensor, new: Tensor, old: Tensor) -> Tensor:
 def regression(x: Tensor, y: Tensor, prior_precision: Any, prior_mean: Any, family: Any) -> Regression:
     """Checked data and prior, in float64."""
     _checks.choice("family", family, ("full", "mean_field"))
+    for name, values in (("x", x), ("y", y)):
+        if not isinstance(values, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(values).__name__}. Convert with torch.as_tensor.")
     if x.ndim < 2 or y.shape != x.shape[:-1] or x.numel() == 0:
         raise ValueError(
             f"x must have shape (..., N, P) and y (..., N), neither empty, got {tuple(x.shape)} and {tuple(y.shape)}."
@@ -216,15 +220,24 @@ def regression(x: Tensor, y: Tensor, prior_precision: Any, prior_mean: Any, fami
     return Regression(x, y, Prior(lam, mean), family)
 
 
+def start_of(problem: Regression, params: Params) -> Tensor:
+    """μ to start from, checked."""
+    if set(params) != {"weight"}:
+        raise ValueError(f'params must have one tensor, "weight", got {sorted(params)}.')
+    return _per_weight('params["weight"]', params["weight"], problem.x)
+
+
 def _per_weight(name: str, value: Any, x: Tensor) -> Tensor:
-    values = torch.as_tensor(value, dtype=torch.float64, device=x.device).detach()
     wanted = (*x.shape[:-2], x.shape[-1])
+    allowed = f"{name} must be a number or a tensor that broadcasts to {wanted}, got"
+    try:
+        values = torch.as_tensor(value, dtype=torch.float64, device=x.device).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{allowed} {value!r}.") from error
     try:
         values = values.expand(wanted)
     except RuntimeError as error:
-        raise ValueError(
-            f"{name} must be a number or a tensor that broadcasts to {wanted}, got shape {tuple(values.shape)}."
-        ) from error
+        raise ValueError(f"{allowed} shape {tuple(values.shape)}.") from error
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"{name} must be finite everywhere, got NaN or Inf.")
     return values

@@ -33,6 +33,7 @@ from slangvi.methods._exact_objective import (
     improves,
     newton_step,
     regression,
+    start_of,
 )
 from slangvi.types import Params, ParamSpec, Transform
 
@@ -235,7 +236,7 @@ def build(x: Tensor, y: Tensor, *, prior_precision: Any, prior_mean: Any = 0.0, 
     problem = regression(x, y, prior_precision, prior_mean, family)
 
     def begin(params: Params | None = None) -> State:
-        return init(problem, None if params is None else params["weight"].detach().to(problem.x))
+        return init(problem, None if params is None else start_of(problem, params))
 
     def advance(state: State, batch: Any = None, generator: torch.Generator | None = None) -> tuple[State, Info]:
         return update(state, problem)
