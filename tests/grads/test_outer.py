@@ -90,9 +90,7 @@ def test_costs_of_formed_rows_and_tables_are_what_is_multiplied():
     assert block.costs == (multiplications(block.gram), multiplications(lambda: block.mm(randn(1, 8))))
     assert block.costs[1] == multiplications(lambda: block.t_mm(randn(6, 1)))
     far = Rows(torch.arange(18).view(6, 3), randn(6, 3, 4), 18)
-    near = Rows(
-        torch.zeros(6, 3, dtype=torch.int64), far.values, 18
-    )  # entries touched twice cost as much
+    near = Rows(torch.zeros(6, 3, dtype=torch.int64), far.values, 18)  # entries touched twice cost as much
     for block in (far, near):
         assert block.costs == (multiplications(block.gram), block.values.numel())
 
