@@ -14,31 +14,27 @@ runs beside the device.
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slangvi._steps import Prior
 from slangvi.linalg import LowRankPrecision, krylov
 from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.lowrank import column_squares, sums
 from slangvi.linalg.subspace import projected, pursued, ritz, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE, relative_residual
+from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
+from slangvi.methods._launched import Launched, Numbers, Outcome, Setup
 from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, drift, eigenproblem, shift, widen
 from slangvi.types import GradientOperator
 
-__all__ = ["Captured", "Launched", "Numbers", "Outcome", "Setup", "aside", "capture_graph", "randomness_kept"]
+__all__ = ["Captured"]
 
 # Looks at the residual before the eigenproblem is left to the eager routes.
 _LOOKS = 3
@@ -52,113 +48,6 @@ _MOST_DOUBTS = 4
 # Share of the largest number within which the mean is known to stay finite, whatever is rounded on the way.
 _FAR = 1e-3
 Array = npt.NDArray[np.float64]
-
-
-class Numbers(NamedTuple):
-    """What changes from step to step.
-
-    Args:
-        lr: α.
-        precision_lr: β.
-        correction: 1 − γᵗ.
-    """
-
-    lr: float
-    precision_lr: float
-    correction: float
-
-
-@dataclass
-class Outcome:
-    """A finished step, in tensors of its own.
-
-    Args:
-        tensors: loc, prec_diag, momentum and the factor's rows, (3 + L, P).
-        ritz: leading eigenvalues (L,), or a matrix that has them (L, L).
-        residual: of their pairs, relative to the largest.
-        total: trace of (1−β)UUᵀ + βĜ.
-        clipped: Σ of negative diagonal corrections set to zero.
-        mean_log_likelihood: over all rows.
-        num_rows: R.
-        graph: what made it.
-    """
-
-    tensors: Tensor
-    ritz: Tensor
-    residual: float
-    total: float
-    clipped: float
-    mean_log_likelihood: float
-    num_rows: int
-    graph: Captured
-
-
-class Launched:
-    """A step under way, or over.
-
-    Args:
-        graph: what runs it.
-        source: where its draws come from.
-        before: the source's state before them.
-        reload: calls `graph.load` with the state before the step.
-        check: `check(what, *vectors)` raises when a vector is not finite.
-    """
-
-    def __init__(
-        self,
-        graph: Captured,
-        source: torch.Generator,
-        before: Tensor,
-        reload: Callable[[], None],
-        check: Callable[..., None],
-    ) -> None:
-        self.graph, self.source, self.before, self.reload, self.check = graph, source, before, reload, check
-        self.tensors: Tensor | None = None
-        self._done: Outcome | None = None
-        self._error: Exception | None = None
-
-    def end(self, how: Callable[[Launched], Outcome]) -> None:
-        """Find out how it went; an error is kept until the outcome is asked for."""
-        try:
-            self._done = how(self)
-        except Exception as error:
-            self._error = error
-        self.tensors = None
-        del self.reload  # with it goes the state before
-
-    @property
-    def failed(self) -> bool:
-        """Whether it is known to have failed."""
-        return self._error is not None
-
-    def outcome(self) -> Outcome:
-        """How it went, once it is over; raises what a step that waits would have raised."""
-        if self.graph.running is self:
-            self.graph.finish()
-        if self._error is not None:
-            raise self._error
-        assert self._done is not None
-        return self._done
-
-
-class Setup(NamedTuple):
-    """What every captured step starts from.
-
-    Args:
-        state: μ, d, m and U by rows in one tensor, (3 + L, P); copied.
-        prior: λ and μ₀.
-        num_data: N over the temperature.
-        momentum: γ.
-        generator: source of the draws; None is the device's own.
-        pool: memory that is shared with graphs that never run at the same time.
-    """
-
-    state: Tensor
-    prior: Prior
-    num_data: float
-    momentum: float
-    generator: torch.Generator | None
-    pool: Any
 
 
 class Captured(ABC):
@@ -528,54 +417,6 @@ def _root(gram: Array) -> tuple[Array, Array]:
         return np.ones(len(gram)), np.eye(len(gram))
     values, vectors = np.linalg.eigh(gram)
     return np.sqrt(np.maximum(values, 0.0) + 1.0), vectors
-
-
-@contextmanager
-def randomness_kept(device: torch.device) -> Iterator[None]:
-    """The device's own source is left where it was, and usable even when a capture fails."""
-    default = torch.cuda.default_generators[device.index or 0]
-    before = default.get_state()
-    try:
-        yield
-    except BaseException:
-        fresh = torch.Generator(device)
-        fresh.set_state(before)
-        default.graphsafe_set_state(fresh)
-        raise
-    default.set_state(before)
-
-
-@lru_cache(maxsize=8)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def aside(device: torch.device) -> Iterator[None]:
-    """On the stream that graphs are captured on; one for all, since libraries keep a workspace for every stream."""
-    side, here = _side_stream(device), torch.cuda.current_stream(device)
-    side.wait_stream(here)
-    with torch.cuda.stream(side):
-        yield
-    here.wait_stream(side)
-
-
-def capture_graph(
-    piece: Callable[[], None], pool: Any, device: torch.device, generator: torch.Generator | None = None
-) -> torch.cuda.CUDAGraph:
-    """A graph of what a method does, in memory shared with others that never run at the same time."""
-    graph = torch.cuda.CUDAGraph()
-    if generator is not None:
-        graph.register_generator_state(generator)
-    collecting = gc.isenabled()
-    gc.disable()  # what it frees may be a graph or a generator, and CUDA does not allow that while capturing
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=_side_stream(device)):
-            piece()
-    finally:
-        if collecting:
-            gc.enable()
-    return graph
 
 
 def _pinned(size: int) -> Tensor:

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from slangvi._steps import Prior
 from slangvi.grads.batched import BatchedPass
 from slangvi.methods._gather import FactoredGatherer, checked_values
-from slangvi.methods._graph import Captured, Launched, Numbers, Setup
+from slangvi.methods._graph import Captured
 from slangvi.methods._graph_runner import Runner, packed
+from slangvi.methods._launched import Launched, Numbers, Setup
 from slangvi.types import GradientOperator, ParamSpec
 
 __all__ = ["FunctionalStep", "GraphRunner"]

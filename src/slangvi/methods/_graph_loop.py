@@ -14,9 +14,10 @@ from torch import Tensor
 
 from slangvi._steps import Prior
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
-from slangvi.methods._graph import Captured, Launched, Numbers, Setup
+from slangvi.methods._graph import Captured
 from slangvi.methods._graph_pass import PassRunner
 from slangvi.methods._graph_runner import Runner, has_graphs, packed
+from slangvi.methods._launched import Launched, Numbers, Setup
 from slangvi.methods._row_leaves import ReplayedBlocks, Signature, leaves_of, rebuilt
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.types import GradientOperator, ParamSpec, Routes

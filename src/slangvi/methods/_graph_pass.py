@@ -23,7 +23,7 @@ from slangvi.grads.assemble import Uses, outside_frames
 from slangvi.grads.blocks import Block
 from slangvi.grads.rules.registry import is_patched
 from slangvi.methods._appearance import appearance
-from slangvi.methods._graph import aside, capture_graph, randomness_kept
+from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
 from slangvi.methods._graph_runner import MOST_GRAPHS, why_not_captured
 from slangvi.methods._row_leaves import Key, ReplayedBlocks, key_of, leaves_of, rebuilt
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from slangvi.grads.assemble import outside_frames
 from slangvi.methods._awaited import settle
-from slangvi.methods._graph import Captured, Launched, Numbers
+from slangvi.methods._graph import Captured
+from slangvi.methods._launched import Launched, Numbers
 
 __all__ = ["MOST_GRAPHS", "Runner", "has_graphs", "packed", "why_not_captured"]
 

@@ -17,7 +17,7 @@ from slangvi.linalg.topk import padded_spectrum
 from slangvi.methods._awaited import Awaited, awaiting, settle
 from slangvi.methods._gather import GRADIENT_REMEDY
 from slangvi.methods._gaussian import kl_to_prior
-from slangvi.methods._graph import Launched
+from slangvi.methods._launched import Launched
 from slangvi.methods._lowrank_step import Proposed
 from slangvi.types import ParamSpec
 

@@ -21,9 +21,9 @@ from slangvi.grads.assemble import Engine
 from slangvi.methods._build import Common, Replay
 from slangvi.methods._gather import GRADIENT_REMEDY
 from slangvi.methods._gaussian import start
-from slangvi.methods._graph import Launched, Numbers
 from slangvi.methods._graph_functional import GraphRunner
 from slangvi.methods._graph_loop import ReplayingOptimizer
+from slangvi.methods._launched import Launched, Numbers
 from slangvi.methods._lowrank_state import STATE_REMEDY, Info, State, finite_check, kl_to_prior, state_of, told
 from slangvi.methods._lowrank_step import Rates, eigenproblem, shift_by, widen_by
 from slangvi.types import GradientOperator, Params, Routes, Transform

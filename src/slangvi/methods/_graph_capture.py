@@ -1,0 +1,61 @@
+"""What CUDA asks of those who capture graphs: a stream of its own, an undisturbed random source, no collection."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+__all__ = ["aside", "capture_graph", "randomness_kept"]
+
+
+@contextmanager
+def randomness_kept(device: torch.device) -> Iterator[None]:
+    """The device's own source is left where it was, and usable even when a capture fails."""
+    default = torch.cuda.default_generators[device.index or 0]
+    before = default.get_state()
+    try:
+        yield
+    except BaseException:
+        fresh = torch.Generator(device)
+        fresh.set_state(before)
+        default.graphsafe_set_state(fresh)
+        raise
+    default.set_state(before)
+
+
+@lru_cache(maxsize=8)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """On the stream that graphs are captured on; one for all, since libraries keep a workspace for every stream."""
+    side, here = _side_stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        yield
+    here.wait_stream(side)
+
+
+def capture_graph(
+    piece: Callable[[], None], pool: Any, device: torch.device, generator: torch.Generator | None = None
+) -> torch.cuda.CUDAGraph:
+    """A graph of what a method does, in memory shared with others that never run at the same time."""
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    collecting = gc.isenabled()
+    gc.disable()  # what it frees may be a graph or a generator, and CUDA does not allow that while capturing
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=_side_stream(device)):
+            piece()
+    finally:
+        if collecting:
+            gc.enable()
+    return graph

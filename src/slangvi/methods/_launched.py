@@ -1,0 +1,124 @@
+"""What goes into a captured step and what comes out of it, once it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slangvi._steps import Prior
+
+if TYPE_CHECKING:
+    from slangvi.methods._graph import Captured
+
+__all__ = ["Launched", "Numbers", "Outcome", "Setup"]
+
+
+class Numbers(NamedTuple):
+    """What changes from step to step.
+
+    Args:
+        lr: α.
+        precision_lr: β.
+        correction: 1 − γᵗ.
+    """
+
+    lr: float
+    precision_lr: float
+    correction: float
+
+
+@dataclass
+class Outcome:
+    """A finished step, in tensors of its own.
+
+    Args:
+        tensors: loc, prec_diag, momentum and the factor's rows, (3 + L, P).
+        ritz: leading eigenvalues (L,), or a matrix that has them (L, L).
+        residual: of their pairs, relative to the largest.
+        total: trace of (1−β)UUᵀ + βĜ.
+        clipped: Σ of negative diagonal corrections set to zero.
+        mean_log_likelihood: over all rows.
+        num_rows: R.
+        graph: what made it.
+    """
+
+    tensors: Tensor
+    ritz: Tensor
+    residual: float
+    total: float
+    clipped: float
+    mean_log_likelihood: float
+    num_rows: int
+    graph: Captured
+
+
+class Launched:
+    """A step under way, or over.
+
+    Args:
+        graph: what runs it.
+        source: where its draws come from.
+        before: the source's state before them.
+        reload: calls `graph.load` with the state before the step.
+        check: `check(what, *vectors)` raises when a vector is not finite.
+    """
+
+    def __init__(
+        self,
+        graph: Captured,
+        source: torch.Generator,
+        before: Tensor,
+        reload: Callable[[], None],
+        check: Callable[..., None],
+    ) -> None:
+        self.graph, self.source, self.before, self.reload, self.check = graph, source, before, reload, check
+        self.tensors: Tensor | None = None
+        self._done: Outcome | None = None
+        self._error: Exception | None = None
+
+    def end(self, how: Callable[[Launched], Outcome]) -> None:
+        """Find out how it went; an error is kept until the outcome is asked for."""
+        try:
+            self._done = how(self)
+        except Exception as error:
+            self._error = error
+        self.tensors = None
+        del self.reload  # with it goes the state before
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known to have failed."""
+        return self._error is not None
+
+    def outcome(self) -> Outcome:
+        """How it went, once it is over; raises what a step that waits would have raised."""
+        if self.graph.running is self:
+            self.graph.finish()
+        if self._error is not None:
+            raise self._error
+        assert self._done is not None
+        return self._done
+
+
+class Setup(NamedTuple):
+    """What every captured step starts from.
+
+    Args:
+        state: μ, d, m and U by rows in one tensor, (3 + L, P); copied.
+        prior: λ and μ₀.
+        num_data: N over the temperature.
+        momentum: γ.
+        generator: source of the draws; None is the device's own.
+        pool: memory that is shared with graphs that never run at the same time.
+    """
+
+    state: Tensor
+    prior: Prior
+    num_data: float
+    momentum: float
+    generator: torch.Generator | None
+    pool: Any
