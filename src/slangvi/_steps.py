@@ -16,7 +16,17 @@ from slangvi import _checks
 from slangvi.errors import NumericalError
 from slangvi.types import ParamSpec
 
-__all__ = ["ELBO", "InverseTime", "Prior", "Rate", "Schedule", "inverse_time", "require_finite"]
+__all__ = [
+    "ELBO",
+    "InverseTime",
+    "Prior",
+    "Rate",
+    "Schedule",
+    "inverse_time",
+    "lerp",
+    "mean_gradient",
+    "require_finite",
+]
 
 Schedule = float | Callable[[int], float]
 
@@ -49,6 +59,38 @@ class Prior:
 
     precision: Tensor
     mean: Tensor
+
+
+def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
+    """(1 − w)·start + w·end; w may be of another dtype."""
+    return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)
+
+
+def mean_gradient(
+    loc: Tensor,
+    average: Tensor,
+    total: Tensor,
+    weight: float | Tensor,
+    prior: Prior,
+    momentum: float | Tensor,
+    correction: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    r"""The averaged likelihood gradient, and with the prior's the gradient of the mean.
+
+    $$ m^+ = \gamma m + (1-\gamma)\tfrac NR\textstyle\sum_r g_r, \qquad
+       \tfrac{m^+}{1-\gamma^t} + \lambda \circ (\mu - \mu_0) $$
+
+    Args:
+        loc: μ, (..., P).
+        average: m, (..., P).
+        total: Σ_r g_r, (..., P).
+        weight: N/R.
+        prior: λ and μ₀.
+        momentum: γ.
+        correction: 1 − γᵗ.
+    """
+    new = lerp(weight * total, average, momentum)
+    return new, torch.addcmul(new / correction, prior.precision, loc - prior.mean)
 
 
 @dataclass(frozen=True)

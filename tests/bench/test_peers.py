@@ -127,6 +127,7 @@ def test_slang_takes_the_same_number_of_draws_by_every_way(contender, monkeypatc
         return update(state, gradients, **options)
 
     monkeypatch.setattr(own.slang, "update", spy)
+    monkeypatch.setattr(own.slang.SLANG, "_update", staticmethod(spy))
     problem, _ = learnable()
     entry = contender(problem)
     assert entry.settings == {"L": 2}

@@ -134,3 +134,15 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> TapedCuda:
     # On a CPU it is looked at whether a factorisation went well.
     monkeypatch.setattr(lowrank, "_plain", lambda x, ask=lowrank._plain: not fake.busy and ask(x))
     return fake
+
+
+@pytest.fixture
+def replays(taped):
+    """How many backward passes have been replayed since it was asked last."""
+    asked = [0]
+
+    def count():
+        before, asked[0] = asked[0], taped.replayed.count("go_back")
+        return asked[0] - before
+
+    return count

@@ -21,6 +21,7 @@ CLASSES = {
     "SLANG": (slangvi.SLANG, {"rank": 2}),
     "VOGN": (slangvi.VOGN, {}),
     "FullGaussian": (slangvi.FullGaussian, {}),
+    "OnlineEig": (slangvi.OnlineEig, {"rank": 2}),
 }
 
 
@@ -143,3 +144,10 @@ def test_only_the_empirical_fisher_is_offered(make):
         make(model, curvature="hessian")
     with pytest.raises(ValueError, match="curvature must be"):
         make(model, curvature="ggn")
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "SLANG"])
+def test_what_cannot_be_replayed_says_so(name):
+    kind, options = CLASSES[name]
+    with pytest.raises(TypeError, match=f"compile=True is for slangvi.SLANG; {name} cannot replay its steps"):
+        kind(nn.Linear(2, 1), num_data=3, compile=True, **options)

@@ -1,4 +1,4 @@
-"""What Gaussian methods share: the start, the gradient of the mean, KL, and an Info and optimizer without a rank."""
+"""What Gaussian methods share: the start, KL, what an Info tells, and the optimizers' arguments."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ __all__ = [
     "GaussianState",
     "Info",
     "Precision",
+    "Told",
     "kl_to_prior",
-    "lerp",
-    "mean_gradient",
     "place",
     "start",
 ]
@@ -54,8 +53,33 @@ class GaussianState(FlatState, Protocol):
         """Made once per state."""
 
 
+class Told:
+    """What every `Info` can work out from the likelihood it saw, the state and the prior."""
+
+    expected_log_likelihood: float
+    _state: Any
+    _prior: Prior | None
+
+    @property
+    def loss(self) -> float:
+        """Negative expected log-likelihood, the fit part of the negative ELBO."""
+        return -self.expected_log_likelihood
+
+    @cached_property
+    def kl(self) -> Any:
+        """KL(q ‖ prior) after the step, computed when first asked for: a number, for a batch a tensor (...)."""
+        assert self._prior is not None
+        found = kl_to_prior(self._state, self._prior)
+        return found if found.ndim else float(found)
+
+    @property
+    def elbo(self) -> ELBO:
+        """Both parts together."""
+        return ELBO(self.expected_log_likelihood, self.kl)
+
+
 @dataclass(frozen=True, eq=False)
-class Info:
+class Info(Told):
     """What a step can tell besides the new state.
 
     Args:
@@ -69,24 +93,6 @@ class Info:
     expected_log_likelihood: float = float("nan")
     _state: GaussianState | None = field(default=None, repr=False)
     _prior: Prior | None = field(default=None, repr=False)
-
-    @property
-    def loss(self) -> float:
-        """Negative expected log-likelihood, the fit part of the negative ELBO."""
-        return -self.expected_log_likelihood
-
-    @cached_property
-    def kl(self) -> Any:
-        """KL(q ‖ prior) after the step, computed when first asked for: a number, for a batch a tensor (...)."""
-        assert self._state is not None
-        assert self._prior is not None
-        found = kl_to_prior(self._state, self._prior)
-        return found if found.ndim else float(found)
-
-    @property
-    def elbo(self) -> ELBO:
-        """Both parts together."""
-        return ELBO(self.expected_log_likelihood, self.kl)
 
 
 def kl_to_prior(state: GaussianState, prior: Prior) -> Tensor:
@@ -113,31 +119,6 @@ def start(params: Params, init_precision: Any) -> tuple[ParamSpec, Tensor, Tenso
     return spec, loc, _checks.per_parameter("init_precision", init_precision, spec, loc)
 
 
-def mean_gradient(
-    state: Any, total: Tensor, weight: float, prior: Prior, momentum: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    r"""The averaged likelihood gradient, and with the prior's the gradient of the mean.
-
-    $$ m^+ = \gamma m + (1-\gamma)\tfrac NR\textstyle\sum_r g_r, \qquad
-       \tfrac{m^+}{1-\gamma^t} + \lambda \circ (\mu - \mu_0) $$
-
-    Args:
-        state: before the step, with `loc` and `momentum` (..., P).
-        total: Σ_r g_r, (..., P).
-        weight: N/R.
-        prior: λ and μ₀.
-        momentum: γ.
-    """
-    average = lerp(weight * total, state.momentum, momentum)
-    correction = 1 - momentum ** (state.step + 1)
-    return average, torch.addcmul(average / correction, prior.precision, state.loc - prior.mean)
-
-
-def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
-    """(1 − w)·start + w·end; w may be of another dtype."""
-    return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)
-
-
 def place(members: Tensor) -> tuple[tuple[int, ...], str]:
     """The first member of a batch for which something holds, and how to speak of it; nothing is said of single runs."""
     first = tuple(members.nonzero()[0].tolist())
@@ -145,8 +126,9 @@ def place(members: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
-    """Arguments that optimizers without a rank have in common; each one's docstring explains them."""
+    """Arguments that optimizers have in common; each one's docstring explains them."""
 
+    replays = False  # whether steps can be replayed from graphs
     _update: Callable[..., tuple[StateT, InfoT]]  # the method's own
 
     def __init__(
@@ -170,8 +152,13 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
         verify: bool = True,
         memory_limit: int | None = None,
         routes: Routes | None = None,
+        compile: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
+        if compile and not self.replays:
+            raise TypeError(
+                f"compile=True is for slangvi.SLANG; {type(self).__name__} cannot replay its steps. Drop it."
+            )
         if curvature == "hessian":
             raise ValueError(
                 'curvature must be "ef" for an optimizer, got "hessian": a backward pass holds no second derivatives. '
@@ -188,6 +175,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
             verify=verify,
             memory_limit=memory_limit,
             routes=routes or Routes(),
+            compile=compile,
         )
         defaults = {
             "lr": lr,

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slangvi._steps import mean_gradient
 from slangvi.linalg import LowRankPrecision, krylov
 from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.lowrank import column_squares, sums
@@ -31,7 +32,7 @@ from slangvi.linalg.subspace import projected, pursued, ritz, sharpened, startin
 from slangvi.linalg.topk import TOLERANCE, relative_residual
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
 from slangvi.methods._launched import Launched, Numbers, Outcome, Setup
-from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, drift, eigenproblem, shift, widen
+from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, eigenproblem, shift, widen
 from slangvi.types import GradientOperator
 
 __all__ = ["Captured"]
@@ -170,7 +171,10 @@ class Captured(ABC):
         self.gram_is_there.record()  # the CPU works on it while the rest runs
         self.add_up()
         loc, _, momentum = self.state[:3]
-        average, gradient = drift(loc, momentum, self.observed.total, self.weight, self.prior, self.rates)
+        rates, total = self.rates, self.observed.total
+        average, gradient = mean_gradient(
+            loc, momentum, total, self.weight, self.prior, rates.momentum, rates.correction
+        )
         self._keep(loc - self.rates.lr * precision.solve(gradient), average, widened)
 
     def _reach(self, squares: Tensor, total: Tensor, diag: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from slangvi._steps import Prior
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
+from slangvi.methods._gaussian import GaussianOptimizer
 from slangvi.methods._graph import Captured
 from slangvi.methods._graph_pass import PassRunner
 from slangvi.methods._graph_runner import Runner, has_graphs, packed
 from slangvi.methods._launched import Launched, Numbers, Setup
 from slangvi.methods._row_leaves import ReplayedBlocks, Signature, leaves_of, rebuilt
-from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
+from slangvi.optimizer import InfoT, StateT
 from slangvi.types import GradientOperator, ParamSpec, Routes
 
 __all__ = ["LoopRunner", "LoopStep", "ReplayingOptimizer"]
@@ -171,8 +172,10 @@ class LoopRunner(Runner[LoopStep]):
         return self._kept(key, capture)
 
 
-class ReplayingOptimizer(VariationalOptimizer[StateT, InfoT]):
+class ReplayingOptimizer(GaussianOptimizer[StateT, InfoT]):
     """An optimizer whose steps and draws are replayed from graphs when `compile=True`."""
+
+    replays = True
 
     @abstractmethod
     def _from_launched(self, running: Launched, prior: Prior) -> tuple[StateT, InfoT]:

@@ -319,10 +319,6 @@ class _Forward:
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.runner.model, "forward")  # of what the model becomes elsewhere
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = memo.get(id(self.runner.model))
-        return self.original if twin is None else type(twin).forward.__get__(twin)
-
 
 class _Replayed(torch.autograd.Function):
     """The model as one node of autograd's graph."""

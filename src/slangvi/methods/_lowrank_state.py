@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi._steps import ELBO, Prior, require_finite
+from slangvi._steps import Prior, require_finite
 from slangvi.linalg import LowRankPrecision
 from slangvi.linalg.small import SmallPrecision, factorize_batch
 from slangvi.linalg.topk import padded_spectrum
 from slangvi.methods._awaited import Awaited, awaiting, settle
 from slangvi.methods._gather import GRADIENT_REMEDY
-from slangvi.methods._gaussian import kl_to_prior
+from slangvi.methods._gaussian import Told, kl_to_prior
 from slangvi.methods._launched import Launched
 from slangvi.methods._lowrank_step import Proposed
 from slangvi.types import ParamSpec
@@ -53,7 +53,7 @@ class State(Awaited):
 
 
 @dataclass(frozen=True, eq=False)
-class Info(Awaited):
+class Info(Told, Awaited):
     """What a step can tell besides the new state.
 
     For runs in lockstep every number is a tensor with their leading dimensions.
@@ -99,24 +99,6 @@ class Info(Awaited):
         tiny = torch.finfo(self.spectrum.dtype).eps * self.total.unsqueeze(-1)
         used = (self.spectrum > tiny).sum(-1)
         return used if used.ndim else int(used)
-
-    @property
-    def loss(self) -> float:
-        """Negative expected log-likelihood, the fit part of the negative ELBO."""
-        return -self.expected_log_likelihood
-
-    @cached_property
-    def kl(self) -> Any:
-        """KL(q ‖ prior) after the step, computed when first asked for."""
-        assert self._state is not None
-        assert self._prior is not None
-        found = kl_to_prior(self._state, self._prior)
-        return found if found.ndim else float(found)
-
-    @property
-    def elbo(self) -> ELBO:
-        """Both parts together."""
-        return ELBO(self.expected_log_likelihood, self.kl)
 
 
 def state_of(new: Proposed, step: int, spec: ParamSpec) -> State:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slangvi._steps import Prior
+from slangvi._steps import Prior, lerp, mean_gradient
 from slangvi.linalg import Problem, Route, choose_route
 from slangvi.linalg.lowrank import column_squares, sums
 from slangvi.linalg.small import factorize_batch
@@ -23,7 +23,6 @@ __all__ = [
     "Proposed",
     "Rates",
     "Widened",
-    "drift",
     "eigenproblem",
     "observe",
     "propose",
@@ -176,7 +175,7 @@ def widen_by(diag: Tensor, factor: Tensor, whole_diag: Tensor, prior: Prior, rat
     """The same from U⁺, (..., L, P), and the diagonal of (1−β)UUᵀ + βĜ, (..., P)."""
     squares = column_squares(factor)
     correction = whole_diag - squares
-    new_diag = _lerp(diag, prior.precision, rates.precision_lr).add_(correction.clamp_min(0))
+    new_diag = lerp(diag, prior.precision, rates.precision_lr).add_(correction.clamp_min(0))
     return Widened(factorize_batch(factor, new_diag), whole_diag, correction, squares)
 
 
@@ -204,21 +203,8 @@ def shift_by(
 ) -> Proposed:
     """The same from Σ_r g_r, (..., P)."""
     precision = widened.precision
-    average, gradient = drift(loc, momentum, total, weight, prior, rates)
+    average, gradient = mean_gradient(loc, momentum, total, weight, prior, rates.momentum, rates.correction)
     moved = precision.solve(gradient)
     new_loc = loc - rates.lr * moved if isinstance(rates.lr, Tensor) else torch.sub(loc, moved, alpha=rates.lr)
     told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), new_loc, precision.diag)
     return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)
-
-
-def drift(
-    loc: Tensor, momentum: Tensor, total: Tensor, weight: float | Tensor, prior: Prior, rates: Rates
-) -> tuple[Tensor, Tensor]:
-    """The new running mean of likelihood gradients m⁺, and m⁺/(1−γᵗ) + λ(μ−μ₀), (..., P) each, from Σ_r g_r."""
-    average = _lerp(weight * total, momentum, rates.momentum)
-    return average, torch.addcmul(average / rates.correction, prior.precision, loc - prior.mean)
-
-
-def _lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
-    """(1 − w)·start + w·end; w may be of another dtype."""
-    return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)

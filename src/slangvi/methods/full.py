@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slangvi._steps import Prior, Rate, Schedule, require_finite
+from slangvi._steps import Prior, Rate, Schedule, mean_gradient, require_finite
 from slangvi.distributions import DensePrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
@@ -22,7 +22,7 @@ from slangvi.linalg import DensePrecision, factorize_dense
 from slangvi.methods._build import Common
 from slangvi.methods._curvature import HESSIAN_REMEDY, check_curvature, hessian_gatherer
 from slangvi.methods._gather import GRADIENT_REMEDY
-from slangvi.methods._gaussian import GaussianOptimizer, Info, mean_gradient, place, start
+from slangvi.methods._gaussian import GaussianOptimizer, Info, place, start
 from slangvi.methods._lowrank_state import STATE_REMEDY
 from slangvi.types import GradientOperator, Params, ParamSpec, Routes, Transform
 
@@ -109,7 +109,7 @@ def update(
     if bool(precision.failed.any()):
         _require_finite(step, state.spec, total, matrix)
         _require_positive(precision, step, state.spec, "the new precision")
-    average, gradient = mean_gradient(state, total, weight, prior, momentum)
+    average, gradient = mean_gradient(state.loc, state.momentum, total, weight, prior, momentum, 1 - momentum**step)
     loc = state.loc - lr.value * precision.solve(gradient)
     # NaN and Inf survive the sums. What of them is in the matrix reaches the diagonal of its factor.
     if not math.isfinite(float(loc.sum() + precision.cholesky.diagonal(dim1=-2, dim2=-1).sum())):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slangvi._steps import Prior, Rate, Schedule, require_finite
+from slangvi._steps import Prior, Rate, Schedule, lerp, mean_gradient, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
@@ -22,7 +22,7 @@ from slangvi.linalg import DiagonalPrecision
 from slangvi.methods._build import Common
 from slangvi.methods._curvature import HESSIAN_REMEDY, check_curvature, hessian_gatherer
 from slangvi.methods._gather import GRADIENT_REMEDY
-from slangvi.methods._gaussian import GaussianOptimizer, Info, lerp, mean_gradient, place, start
+from slangvi.methods._gaussian import GaussianOptimizer, Info, place, start
 from slangvi.methods._lowrank_state import STATE_REMEDY
 from slangvi.types import GradientOperator, Params, ParamSpec, Routes, Transform
 
@@ -100,7 +100,8 @@ def update(
     weight, beta = num_data / gradients.num_rows, (precision_lr or lr).value
     total, squares = gradients.sum(), gradients.square_sum() if curvature is None else curvature
     diag = lerp(state.prec_diag, prior.precision, beta).add_((beta * weight) * squares)
-    average, gradient = mean_gradient(state, total, weight, prior, momentum)
+    correction = 1 - momentum ** (state.step + 1)
+    average, gradient = mean_gradient(state.loc, state.momentum, total, weight, prior, momentum, correction)
     after = State(state.loc - lr.value * (gradient / diag), diag, average, state.step + 1, state.spec)
     # NaN and Inf survive the sums.
     if not (math.isfinite(float(after.loc.sum() + diag.sum())) and bool(diag.min() > 0)):

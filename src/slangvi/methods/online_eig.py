@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slangvi import _checks
-from slangvi._steps import Prior, Rate, Schedule, require_finite
+from slangvi._steps import Prior, Rate, Schedule, lerp, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
@@ -30,7 +30,7 @@ from slangvi.linalg.subspace import projected, ritz, sharpened, starting_block
 from slangvi.linalg.topk import padded_spectrum, relative_residual
 from slangvi.methods._build import Common
 from slangvi.methods._gather import GRADIENT_REMEDY
-from slangvi.methods._gaussian import GaussianOptimizer, lerp
+from slangvi.methods._gaussian import GaussianOptimizer
 from slangvi.methods._lowrank_state import STATE_REMEDY, Info, State, state_of
 from slangvi.methods._lowrank_step import Rates, Widened, shift_by
 from slangvi.methods.slang import init, posterior, sample

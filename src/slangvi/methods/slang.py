@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import _checks
-from slangvi._settings import Settings
 from slangvi._steps import Prior, Rate, Schedule, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
@@ -245,8 +244,8 @@ class SLANG(ReplayingOptimizer[State, Info]):
         compile: replay step and draws from CUDA graphs, once the same kind of batch was seen twice, and with them
             the model's forward and backward where its layers have rules. Python code in `forward` then runs only when
             a graph is captured and when a check is due; changes of the model's modules, attributes, flags and hooks
-            are seen, changes of what it reads elsewhere are not. Without a CUDA device a warning says so and steps
-            run eagerly.
+            are seen at once, changes of what it reads elsewhere when a check is due. Without a CUDA device a warning
+            says so and steps run eagerly.
         generator: source of randomness, on the parameters' device; None uses torch's global one.
 
     Example:
@@ -260,6 +259,8 @@ class SLANG(ReplayingOptimizer[State, Info]):
         >>> opt.posterior.variance.shape
         torch.Size([8])
     """
+
+    _update = staticmethod(update)
 
     def __init__(
         self,
@@ -287,46 +288,31 @@ class SLANG(ReplayingOptimizer[State, Info]):
         generator: torch.Generator | None = None,
     ) -> None:
         self.rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
-        _checks.choice("curvature", curvature, ("ef",))
-        settings = Settings(
+        super().__init__(
+            model,
+            params,
             num_data=num_data,
+            lr=lr,
+            prior_precision=prior_precision,
+            momentum=momentum,
+            precision_lr=precision_lr,
             mc_samples=mc_samples,
+            init_precision=init_precision,
+            prior_mean=prior_mean,
             temperature=temperature,
             loss_reduction=loss_reduction,
             accumulation_steps=accumulation_steps,
+            curvature=curvature,
             engine=engine,
             verify=verify,
             memory_limit=memory_limit,
-            routes=routes or Routes(),
+            routes=routes,
             compile=compile,
+            generator=generator,
         )
-        defaults = {
-            "lr": lr,
-            "precision_lr": precision_lr,
-            "momentum": momentum,
-            "prior_precision": prior_precision,
-            "prior_mean": prior_mean,
-            "init_precision": init_precision,
-        }
-        super().__init__(model, params, defaults, settings, generator)
 
     def _begin(self, params: Params, init_precision: Tensor) -> State:
         return init(params, self.rank, init_precision)
-
-    def _draw(self, state: State, generator: torch.Generator | None) -> Tensor:
-        return state.loc + state.precision.sample((), generator)
-
-    def _advance(
-        self,
-        state: State,
-        gradients: GradientOperator,
-        prior: Prior,
-        lr: Rate,
-        precision_lr: Rate | None,
-        momentum: float | Tensor,
-    ) -> tuple[State, Info]:
-        size = self.settings.num_data / self.settings.temperature
-        return update(state, gradients, num_data=size, prior=prior, lr=lr, precision_lr=precision_lr, momentum=momentum)
 
     def _from_launched(self, running: Launched, prior: Prior) -> tuple[State, Info]:
         return told(running, self._state, prior, lambda _: float("nan"))
@@ -336,6 +322,3 @@ class SLANG(ReplayingOptimizer[State, Info]):
 
     def _posterior(self, state: State) -> LowRankPrecisionNormal:
         return posterior(state)
-
-    def _kl(self, state: State, prior: Prior) -> float:
-        return float(kl_to_prior(state, prior))
