@@ -27,6 +27,8 @@ _WAITS = {
     aten.unique_consecutive,
     aten._unique2,
 }
+# What writes no memory although its name says so.
+_VIEWS = {aten.squeeze_, aten.unsqueeze_, aten.transpose_, aten.t_}
 
 
 class Tape(TorchDispatchMode):
@@ -62,6 +64,8 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _WAITS:
             raise RuntimeError(f"{func} is not permitted when stream is capturing")
+        if func.overloadpacket in _VIEWS:
+            return func(*args, **(kwargs or {}))
         # Their memory, with versions of its own.
         mine, options = tree_map(lambda x: x.data if isinstance(x, Tensor) else x, (args, kwargs or {}))
         written = [

@@ -96,6 +96,8 @@ def contenders(setting: Setting, device: str) -> list[Contender]:
     if device == "cuda":  # pragma: no cover
         found.append(Contender(f"{ALONE}, compiled", partial(_alone, setting, engine="factored", compile=True)))
         found.append(Contender(f"{LOCKSTEP}, one generator", partial(_lockstep, setting, engine="factored", one=True)))
+        replayed = partial(_lockstep, setting, engine="factored", one=True, compile=True)
+        found.append(Contender(f"{LOCKSTEP}, one generator, compiled", replayed))
     return found
 
 
@@ -130,10 +132,10 @@ def _alone(setting: Setting, engine: str, **options: Any) -> Step:
     return step
 
 
-def _lockstep(setting: Setting, engine: str, one: bool = False) -> Step:
+def _lockstep(setting: Setting, engine: str, one: bool = False, **options: Any) -> Step:
     likelihood, count = Gaussian().of(setting.model), setting.work.count
     build: Callable[..., replicas.Runs] = replicas.build
-    runs = build(likelihood, num_replicas=count, model=setting.model, engine=engine, **setting.options)
+    runs = build(likelihood, num_replicas=count, model=setting.model, engine=engine, **setting.options, **options)
     state = [runs.init(setting.params)]
     streams = replicas.streams(range(1 if one else count), setting.x.device)
 

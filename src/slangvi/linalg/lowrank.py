@@ -81,6 +81,8 @@ class LowRankPrecision:
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
         """√(1+s) and Q of VᵀV = Q diag(s) Qᵀ, without gradient."""
+        if self.gram.shape[-1] == 1:  # needs no library, and waits for no device
+            return self.gram.detach().squeeze(-1).clamp_min(0.0).add_(1.0).sqrt_(), torch.ones_like(self.gram)
         values, vectors = torch.linalg.eigh(self.gram.detach())
         return values.clamp_min_(0.0).add_(1.0).sqrt_(), vectors
 
@@ -137,6 +139,10 @@ class LowRankPrecision:
         columns = inner.to(torch.float64).unsqueeze(-1)
         if self.cholesky.shape[-1] == 1:
             solved = columns / self.cholesky.square()
+        elif columns.is_cuda and not (columns.ndim == 2 and _plain(columns)):
+            # For a batch on a GPU torch.cholesky_solve takes ways that cannot be captured in a graph.
+            half = torch.linalg.solve_triangular(self.cholesky, columns, upper=False)
+            solved = torch.linalg.solve_triangular(self.cholesky.mT, half, upper=True)
         else:
             solved = torch.cholesky_solve(columns, self.cholesky)
         return solved.squeeze(-1).to(inner.dtype)

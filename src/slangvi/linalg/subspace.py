@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["OVERSAMPLING", "Ritz", "projected", "pursued", "ritz", "sharpened", "starting_block"]
+__all__ = ["OVERSAMPLING", "Ritz", "orthonormal", "projected", "pursued", "ritz", "sharpened", "starting_block"]
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -66,6 +66,11 @@ def sharpened(apply: Apply, block: Tensor, steps: int) -> Tensor:
     for _ in range(steps - 1):
         block = apply(_straightened(block))
     return block
+
+
+def orthonormal(block: Tensor) -> Tensor:
+    """Columns with the same span, orthonormal to rounding where they are not dependent."""
+    return _straightened(_straightened(block))
 
 
 def _straightened(block: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ def _due(use: int) -> bool:
     return use & (use - 1) == 0
 
 
-def shapes_of(batch: Any, model: nn.Module) -> object:
+def shapes_of(batch: Any, model: nn.Module | None = None) -> object:
     """What decides which layers are called with which shapes: the batch's structure, and train or eval mode."""
     leaves, structure = tree_flatten(batch)
     plain = (int, float, bool, str, bytes, type(None))
@@ -210,7 +210,8 @@ def shapes_of(batch: Any, model: nn.Module) -> object:
         (x.shape, x.dtype) if isinstance(x, Tensor) else x if isinstance(x, plain) else type(x).__qualname__
         for x in leaves
     )
-    return str(structure), shapes, tuple(module.training for module in model.modules())
+    modes = () if model is None else tuple(module.training for module in model.modules())
+    return str(structure), shapes, modes
 
 
 def _agrees(fast: BatchedPass, thetas: Tensor, batch: Any, groups: list[RowGroup]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from slangvi.errors import NumericalError
 from slangvi.grads.dense import rows_within
 from slangvi.linalg import LowRankPrecision
 from slangvi.replicas import _settings
-from slangvi.replicas._gather import Gathered, LockstepGatherer
+from slangvi.replicas._gather import LockstepGatherer
 from slangvi.replicas._inputs import Minibatch, read
+from slangvi.replicas._replay import Given, GraphKeeper
 from slangvi.replicas._settings import pick
-from slangvi.replicas._step import Lanes, Numbers, Taken, take_step, trouble
+from slangvi.replicas._step import Lanes, Numbers, Taken, Told, take_step, told_of, trouble
 from slangvi.replicas.state import Failure, Generators, Info, State, noise
 from slangvi.types import ParamSpec
 
@@ -73,16 +74,6 @@ class Settings:
         return Prior(lam, mean)
 
 
-class _Told(NamedTuple):
-    """What `Info` tells of some replicas, (k, ...) each."""
-
-    spectrum: Tensor
-    total: Tensor
-    residual: Tensor
-    clipped: Tensor
-    expected_log_likelihood: Tensor
-
-
 @dataclass(frozen=True)
 class _Part:
     """Some replicas after a step.
@@ -97,7 +88,7 @@ class _Part:
 
     index: Tensor
     lanes: Lanes
-    told: _Told
+    told: Told
     failures: list[Failure]
     precision: LowRankPrecision | None
 
@@ -112,6 +103,7 @@ class Lockstep:
         constants: of the likelihoods.
         memory_limit: bytes for rows.
         strict: raise when a replica fails.
+        graphs: what replays steps; None takes all of them eagerly.
     """
 
     def __init__(
@@ -122,7 +114,9 @@ class Lockstep:
         constants: Any,
         memory_limit: int | None,
         strict: bool,
+        graphs: GraphKeeper | None = None,
     ) -> None:
+        self.graphs = graphs
         self.settings = settings
         self.gather = gather
         self.draws = draws
@@ -145,8 +139,12 @@ class Lockstep:
         if len(state.loc) != len(self.settings.num_data):
             raise ValueError(f"state has {len(state.loc)} replicas, but num_replicas is {len(self.settings.num_data)}.")
         data, sizes = read(batch, counts, self.constants, state.loc)
-        index = ((sizes > 0) & ~state.failed).nonzero().squeeze(1)
+        moving = (sizes > 0) & ~state.failed
+        index = moving.nonzero().squeeze(1)
         drawn = noise(state.loc, (self.draws,), generators, index)
+        replayed = None if self.graphs is None else self._replayed(self.graphs, state, data, sizes, index, drawn)
+        if replayed is not None:
+            return replayed
         width = self._width(state, data.num_examples)
         pieces = zip(index.split(width), drawn.split(width), strict=True)
         parts = [self._advance(state, data, sizes, *piece) for piece in pieces] if len(index) else []
@@ -173,20 +171,42 @@ class Lockstep:
         steps, rows = pick(state.step, index) + 1, pick(sizes, index) * self.draws
         numbers = self.settings.numbers(steps, index, rows).to(state.loc.device)
         taken = take_step(lanes, gathered, Prior(pick(prior.precision, index), pick(prior.mean, index)), numbers)
-        told = self._told(taken, gathered, data, (pick(self.settings.num_data, index) / rows).to(state.loc.device))
+        told = told_of(taken, gathered, data.weights, (pick(self.settings.num_data, index) / rows).to(state.loc.device))
         if bool(taken.fine.all()):
             return _Part(index, taken.lanes, told, [], taken.precision)
         reasons = _reasons(taken, gathered.values, rows // self.draws, steps, state.spec)
         bad = torch.tensor(list(reasons), device=state.loc.device, dtype=torch.int64)
         kept = Lanes(*(new.index_copy(0, bad, old[bad]) for new, old in zip(taken.lanes, lanes, strict=True)))
         failures = [Failure(int(index[k]), int(steps[k]), reason) for k, reason in reasons.items()]
-        return _Part(index, kept, _Told(*(x.index_fill(0, bad, torch.nan) for x in told)), failures, None)
+        return _Part(index, kept, Told(*(x.index_fill(0, bad, torch.nan) for x in told)), failures, None)
 
-    def _told(self, taken: Taken, gathered: Gathered, data: Minibatch, share: Tensor) -> _Told:
-        """For `Info`; `share` is N/R."""
-        values = gathered.values if data.weights is None else gathered.values * data.weights.unsqueeze(1)
-        fit = values.sum((1, 2), dtype=torch.float64) * share
-        return _Told(taken.spectrum, taken.told[:, 0], taken.residual, taken.told[:, 1], fit)
+    def _replayed(
+        self, graphs: GraphKeeper, state: State, data: Minibatch, sizes: Tensor, index: Tensor, drawn: Tensor
+    ) -> tuple[State, Info] | None:
+        """The step by a graph; None when it has to be taken eagerly."""
+        rank, count = state.prec_factor.shape[1], len(state.loc)
+        whole = self._width(state, data.num_examples) == count
+        if not len(index) or not graphs.usable(state.loc, rank, whole):
+            return None
+        kind = self.gather.ready(state.spec, data)
+        if kind is None:
+            return None
+        moving, rows = torch.zeros(count, dtype=torch.int64).index_fill_(0, index, 1), sizes * self.draws
+        every, prior = torch.arange(count), self.prior_of(state)
+        numbers = self.settings.numbers(state.step + 1, every, rows.clamp_min(1))
+        share = self.settings.num_data / rows.clamp_min(1)
+        if len(index) < count:
+            drawn = drawn.new_zeros(count, *drawn.shape[1:]).index_copy(0, index.to(drawn.device), drawn)
+        numbers = torch.cat([numbers, torch.stack([share, moving.to(share.dtype)], 1)], 1)
+        given = Given(data.batch, data.constants, data.weights, data.num_examples, drawn, numbers)
+        key = kind, data.weights is None, self.gather.model is None, state.loc.dtype, state.loc.device
+        found = graphs.step(key, lambda *args: self.gather.unchecked(kind, *args), state, given, prior)
+        if found is None:
+            return None
+        step = state.step + moving
+        new = State(*found.lanes, step, state.failed, state.spec)
+        found.graph.made(new)
+        return new, Info(step, rows * moving, *found.told, state.failed, (), new, prior)
 
     def _joined(
         self, state: State, parts: list[_Part], failures: tuple[Failure, ...], rows: Tensor
@@ -203,8 +223,8 @@ class Lockstep:
             new.__dict__["precision"] = parts[0].precision  # fills the cached property
         blank = state.loc.new_full((len(step),), torch.nan)
         spectra = blank.unsqueeze(1).expand(-1, lanes.prec_factor.shape[1])
-        blanks = _Told(spectra, blank, blank, blank, blank.double())
-        told = _Told(*(_put(x, [p.told[k] for p in parts], moved) for k, x in enumerate(blanks)))
+        blanks = Told(spectra, blank, blank, blank, blank.double())
+        told = Told(*(_put(x, [p.told[k] for p in parts], moved) for k, x in enumerate(blanks)))
         rows = torch.where(step > state.step, rows, 0)
         return new, Info(step, rows, *told, failed, failures, new, self.prior_of(state))
 

@@ -79,9 +79,11 @@ class LockstepGatherer:
     def __call__(self, spec: ParamSpec, thetas: Tensor, data: Minibatch) -> Gathered:
         """Rows at draws (K, S, P)."""
         if self.model is None:
+            self._uses[spec, shapes_of(data.first)] += 1
             return self.dense(spec, thetas, data)
         try:
             kind = spec, shapes_of(data.first, self.model)
+            self._uses[kind] += 1
             found = self._factored(kind, thetas, data, self.model)
             reason = self._doubt(kind, found, thetas, data)
         except Exception as error:
@@ -97,6 +99,21 @@ class LockstepGatherer:
             stacklevel=4,
         )
         return formed
+
+    def ready(self, spec: ParamSpec, data: Minibatch) -> Kind | None:
+        """The kind of a batch that has been seen and need not be checked this time, which then counts as used."""
+        kind = spec, shapes_of(data.first, self.model)
+        uses = self._uses[kind] + 1
+        if uses == 1 or (self.model is not None and not uses & (uses - 1)):
+            return None
+        self._uses[kind] = uses
+        return kind
+
+    def unchecked(self, kind: Kind, thetas: Tensor, data: Minibatch) -> Gathered:
+        """Rows for a kind that is ready; nothing looks at a number."""
+        if self.model is None:
+            return self.dense(kind[0], thetas, data)
+        return self._factored(kind, thetas, data, self.model)
 
     def dense(self, spec: ParamSpec, thetas: Tensor, data: Minibatch) -> Gathered:
         """Every gradient formed, by torch.func."""
@@ -141,7 +158,6 @@ class LockstepGatherer:
 
     def _doubt(self, kind: Kind, found: Gathered, thetas: Tensor, data: Minibatch) -> str:
         """Why the layers may not be telling the truth; empty when they are, or no check is due."""
-        self._uses[kind] += 1
         uses = self._uses[kind]
         if uses & (uses - 1):
             return ""

@@ -6,7 +6,7 @@ their iteration looks at numbers: they are solved together, as one batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -24,7 +24,10 @@ from slangvi.methods._lowrank_step import Observed, Proposed, Rates, eigenproble
 from slangvi.replicas._gather import Gathered
 from slangvi.types import ParamSpec
 
-__all__ = ["Lanes", "Numbers", "Taken", "take_step", "trouble"]
+__all__ = ["Lanes", "Numbers", "Taken", "Told", "take_step", "told_of", "trouble"]
+
+# Small matrices (K, n, n), the factors (K, L, P) they belong to, and the route → leading eigenpairs.
+Solver = Callable[[Tensor, Tensor, Route], Eigenpairs]
 
 
 class Lanes(NamedTuple):
@@ -90,7 +93,17 @@ class Taken(NamedTuple):
     fine: Tensor
 
 
-def take_step(lanes: Lanes, gathered: Gathered, prior: Prior, numbers: Tensor) -> Taken:
+class Told(NamedTuple):
+    """What `Info` tells of some replicas, (k, ...) each."""
+
+    spectrum: Tensor
+    total: Tensor
+    residual: Tensor
+    clipped: Tensor
+    expected_log_likelihood: Tensor
+
+
+def take_step(lanes: Lanes, gathered: Gathered, prior: Prior, numbers: Tensor, solve: Solver | None = None) -> Taken:
     """From per-example gradients to the new states; nothing waits for the device but the eigenproblem.
 
     Args:
@@ -98,6 +111,7 @@ def take_step(lanes: Lanes, gathered: Gathered, prior: Prior, numbers: Tensor) -
         gathered: their gradients.
         prior: λ and μ₀, (K, P).
         numbers: α, β, γ, 1 − γᵗ and N/R of each replica in the order of `Numbers`, float64, (K, 5).
+        solve: of the eigenproblems; None takes the way of single runs.
     """
     rank, params = lanes.prec_factor.shape[-2:]
     route: Route = "parameters" if params < rank + gathered.num_rows else "gram"
@@ -119,7 +133,7 @@ def take_step(lanes: Lanes, gathered: Gathered, prior: Prior, numbers: Tensor) -
         )
 
     total, squares, matrix = torch.func.vmap(first)(lanes.prec_factor, numbers, *gathered.tensors)
-    pairs = _pairs(matrix, lanes.prec_factor, route)
+    pairs = (solve or _pairs)(matrix, lanes.prec_factor, route)
     given = [*lanes, total, squares, pairs.values, pairs.vectors, prior.precision, prior.mean]
     told, *new = torch.func.vmap(second)(given, numbers, *gathered.tensors)
     fine = torch.isfinite(told).all(-1) & torch.isfinite(total.sum(-1) + squares.sum(-1))
@@ -136,6 +150,20 @@ def _pairs(matrix: Tensor, factor: Tensor, route: Route) -> Eigenpairs:
         return pairs_of(matrix, factor, route)
     pairs = pairs_of(matrix.masked_fill(bad, 0.0), factor, route)
     return pairs._replace(vectors=pairs.vectors.masked_fill(bad, torch.nan))
+
+
+def told_of(taken: Taken, gathered: Gathered, weights: Tensor | None, share: Tensor) -> Told:
+    """For `Info`.
+
+    Args:
+        taken: the step.
+        gathered: its gradients.
+        weights: of the examples, (K, M); None means ones.
+        share: N/R, (K,).
+    """
+    values = gathered.values if weights is None else gathered.values * weights.unsqueeze(1)
+    fit = values.sum((1, 2), dtype=torch.float64) * share
+    return Told(taken.spectrum, taken.told[:, 0], taken.residual, taken.told[:, 1], fit)
 
 
 def _tensors(new: Proposed) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from slangvi.methods import slang
 from slangvi.replicas._advance import Lockstep, Settings
 from slangvi.replicas._gather import LockstepGatherer
 from slangvi.replicas._inputs import checked_constants
+from slangvi.replicas._replay import GraphKeeper
 from slangvi.replicas.state import Info, State, init, posterior, replica, sample, stack
 from slangvi.types import Params
 
@@ -60,6 +61,7 @@ def build(
     engine: Engine | None = None,
     memory_limit: int | None = None,
     on_failure: str = "freeze",
+    compile: bool = False,
 ) -> Runs:
     """SLANG for many small problems advanced as one; each is what `slang.build` makes of it alone.
 
@@ -87,6 +89,10 @@ def build(
             advanced at a time.
         on_failure: a replica that meets NaN or Inf is left where it was, told in `info`, and the others go on
             ("freeze"); or the step raises `NumericalError` ("raise").
+        compile: on a GPU in float32, replay the step of all replicas as one CUDA graph, tens of times as fast for small
+            networks. The first step of each shape of batch, and ever rarer ones at which gradients are checked, run
+            eagerly; where nothing can be captured a warning says why and all do. What `log_likelihood` reads besides
+            its arguments must stay where it is.
 
     Returns:
         The functions of `Runs`. `update` takes the batch with (K, M, ...) tensors and a sequence of K generators, from
@@ -125,6 +131,7 @@ def build(
         checked_constants(constants, count),
         memory_limit,
         _checks.choice("on_failure", on_failure, ("freeze", "raise")) == "raise",
+        GraphKeeper() if _checks.flag("compile", compile) else None,
     )
 
     def begin(params: Params | Sequence[Params], stacked: bool = False) -> State:
