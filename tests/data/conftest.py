@@ -1,4 +1,4 @@
-"""A cache of its own for every test, and a server to fill it from."""
+"""A cache of its own for every test, and a server to fill it from; real data where they are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from caching import require
 from serving import Server, serving
+from slangvi.data._sets import Row
 
 
 @pytest.fixture
@@ -22,3 +24,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def server() -> Iterator[Server]:
     with serving() as running:
         yield running
+
+
+@pytest.fixture
+def real(request: pytest.FixtureRequest) -> Row:
+    """A data set whose files are in the cache; `caching.every` says which."""
+    require(request.param)
+    return request.param

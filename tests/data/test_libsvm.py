@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import os
 import re
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from caching import every, require
 from serving import files_in
-from slangvi.data import LIBSVM, Split, libsvm_splits, load_libsvm
+from slangvi.data import LIBSVM, UCI, Split, libsvm_splits, load_libsvm
 from slangvi.data._libsvm_sets import Content, Dataset
 from slangvi.data._remote import File, locate
 from slangvi.data._svmlight import digest, parse
@@ -233,35 +233,11 @@ def test_what_is_fetched_is_always_checked(tiny, server):
 
 # ---- the real files ----
 
-ROOT = os.environ.get("SLANGVI_DATA", "")
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 SHAPES = {"usps_3vs5": (1540, 256, 770), "a1a": (32561, 123, 1605), "australian": (690, 14, 345)}
 SHAPES["breast_cancer"] = (683, 10, 341)
 # Ones among the labels of split 1, training and test.
 ONES = {"australian": (157, 150), "breast_cancer": (122, 117), "a1a": (395, 7446), "usps_3vs5": (344, 372)}
-
-
-@pytest.fixture
-def real(request):
-    """A data set whose files are in the cache; fetching it is not a test's business."""
-    if not ROOT:
-        pytest.skip("SLANGVI_DATA is not set")
-    dataset = LIBSVM[request.param]
-    missing = [file.path for file in dataset.files if locate(file) is None]
-    if missing:
-        pytest.skip(f"SLANGVI_DATA has no {missing[0]}")
-    return dataset
-
-
-def every(*names: str):
-    marks = [pytest.mark.data, pytest.mark.parametrize("real", names, indirect=True)]
-
-    def apply(test):
-        for mark in marks:
-            test = mark(test)
-        return test
-
-    return apply
 
 
 def sklearn_reads(dataset: Dataset) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -280,7 +256,7 @@ def test_the_table_has_the_papers_sizes():
     assert {name: (d.num_rows, d.num_features, d.num_train) for name, d in LIBSVM.items()} == SHAPES
 
 
-@every(*LIBSVM)
+@every(LIBSVM, *LIBSVM)
 def test_real_files_are_read_as_scikit_learn_does_and_split_as_the_paper_did(real):
     parts = sklearn_reads(real)
     if real.name == "a1a":
@@ -300,7 +276,7 @@ def test_real_files_are_read_as_scikit_learn_does_and_split_as_the_paper_did(rea
             np.testing.assert_array_equal(mine, theirs)
 
 
-@every("australian", "breast_cancer", "usps_3vs5")
+@every(LIBSVM, "australian", "breast_cancer", "usps_3vs5")
 def test_all_splits_are_halves_of_the_same_rows(real):
     data = libsvm_splits(real.name)
     rows, features, train = SHAPES[real.name]
@@ -312,7 +288,7 @@ def test_all_splits_are_halves_of_the_same_rows(real):
     assert len({tuple(labels) for labels in data.y_train.tolist()}) == 20
 
 
-@every("australian", "breast_cancer", "usps_3vs5")
+@every(LIBSVM, "australian", "breast_cancer", "usps_3vs5")
 def test_no_real_value_is_near_where_the_digest_rounds(real):
     from slangvi.data._svmlight import STEPS, read
 
@@ -321,10 +297,13 @@ def test_no_real_value_is_near_where_the_digest_rounds(real):
         assert np.abs(place - np.rint(place)).min() / STEPS > 2.6e-6
 
 
-@every("australian")
-def test_the_code_of_the_page_runs(real):
+@pytest.mark.data
+def test_the_code_of_the_page_runs():
+    require(LIBSVM["australian"], UCI["boston"])
     names: dict[str, object] = {}
     for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S):
         exec(compile(code, PAGE.name, "exec"), names)
     assert names["data"].x_train.shape == (345, 15)
     assert names["stacked"].x_train.shape == (20, 345, 15)
+    assert names["parts"].x_train.shape == (455, 13)
+    assert [len(fold.x_test) for fold in names["inner"]] == [91] * 5

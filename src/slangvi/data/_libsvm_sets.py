@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slangvi.data._remote import File
+from slangvi.data._sets import find
 from slangvi.data._svmlight import Table, digest, read
 from slangvi.errors import DataError
 
@@ -84,6 +84,11 @@ class Dataset:
     num_splits: int = 20
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Names of its files, packed or not."""
+        return tuple(Path(path).name for file in self.files for path in (file.path, *file.also))
+
+    @property
     def num_features(self) -> int:
         """Columns, the ones not counted."""
         return self.contents[0].num_features
@@ -112,23 +117,7 @@ def find_libsvm(name: Any) -> Dataset:
         Traceback (most recent call last):
         ValueError: there is no data set 'austrlian'. Did you mean 'australian'? There are: australian, ...
     """
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a data set must be a string, got {name!r}.")
-    known = {_plain(alias): dataset for dataset in LIBSVM.values() for alias in _aliases(dataset)}
-    if _plain(name) in known:
-        return known[_plain(name)]
-    near = get_close_matches(_plain(name), known, n=1, cutoff=0.5)
-    hint = f" Did you mean {known[near[0]].name!r}?" if near else ""
-    raise ValueError(f"there is no data set {name!r}.{hint} There are: {', '.join(LIBSVM)}.")
-
-
-def _aliases(dataset: Dataset) -> list[str]:
-    names = [Path(path).name for file in dataset.files for path in (file.path, *file.also)]
-    return [dataset.name, *names]
-
-
-def _plain(name: str) -> str:
-    return name.strip().lower().replace("-", "_")
+    return find(name, LIBSVM)
 
 
 def _listed(counts: Mapping[int, int]) -> str:

@@ -16,15 +16,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from slangvi.data._numbers import NUMBER, Array, is_number, lines_of
 from slangvi.errors import DataError
 
 __all__ = ["Table", "digest", "parse", "read"]
 
-Array = NDArray[np.float64]
 MAX_UNPACKED = 1 << 28  # a few compressed bytes can unpack to any size
 STEPS = 1200
-_NUMBER = rb"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
-_LINE = re.compile(rb"\s*%b(?:\s+\d+:%b)*\s*" % (_NUMBER, _NUMBER))
+_LINE = re.compile(rb"\s*%b(?:\s+\d+:%b)*\s*" % (NUMBER, NUMBER))
 
 
 class Table(NamedTuple):
@@ -89,8 +88,7 @@ def parse(text: bytes, num_features: int, name: str = "text") -> Table:
         >>> parse(b"+1 1:0.5 3:2  # a comment\n-1 2:-1e-1", num_features=3)
         Table(x=array([[ 0.5,  0. ,  2. ], [ 0. , -0.1,  0. ]]), y=array([ 1., -1.]))
     """
-    lines = [(k, line.partition(b"#")[0]) for k, line in enumerate(text.split(b"\n"), start=1)]
-    lines = [(k, line) for k, line in lines if line and not line.isspace()]
+    lines = lines_of(text)
     for k, line in lines:
         if _LINE.fullmatch(line) is None:
             raise DataError(f"{name}:{k}: {_reason(line, num_features)}")
@@ -120,14 +118,14 @@ def _first_wrong(y: Array, row: NDArray[np.intp], index: Array, value: Array, nu
 def _reason(content: bytes, num_features: int) -> str:
     """What is wrong with a line, by looking at one word after the other."""
     label, *words = (word.decode("ascii", "backslashreplace") for word in content.split())
-    if not _is_number(label):
+    if not is_number(label):
         return f"the label {label[:40]!r} is not a finite number."
     last = 0
     for word in words:
         index, colon, value = word.partition(":")
         if not colon or not index.isdecimal():
             return f"expected index:value, got {word[:40]!r}."
-        if not _is_number(value):
+        if not is_number(value):
             return f"the value of {word[:40]!r} is not a finite number."
         if not 1 <= int(index) <= num_features:
             return f"{word[:40]!r}: indices go from 1 to {num_features}."
@@ -135,10 +133,6 @@ def _reason(content: bytes, num_features: int) -> str:
             return f"{word[:40]!r} comes after index {last}: indices must grow."
         last = int(index)
     return "not svmlight text."
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(_NUMBER, text.encode()) is not None and bool(np.isfinite(float(text)))
 
 
 def digest(table: Table) -> str:

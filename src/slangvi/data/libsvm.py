@@ -7,6 +7,8 @@ are halved at random in twenty ways, a1a comes with its own training and test pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +17,8 @@ from numpy.typing import NDArray
 from slangvi import _checks
 from slangvi.data._libsvm_sets import LIBSVM as LIBSVM
 from slangvi.data._libsvm_sets import Content, Dataset, find_libsvm
-from slangvi.data._remote import File, Progress, explained, fetch
+from slangvi.data._remote import Progress
+from slangvi.data._sets import load_file
 from slangvi.data._svmlight import Table, read
 from slangvi.data.toy import Split
 
@@ -88,7 +91,7 @@ def _split(dataset: Dataset, splits: list[int], verify: bool, progress: Progress
     """Read the files once, and take every split from them."""
     _checks.flag("verify", verify)
     parts = [
-        _coded(_table(file, content, verify, progress), dataset.classes)
+        _coded(load_file(file, partial(_read, content=content), verify, progress), dataset.classes)
         for file, content in zip(dataset.files, dataset.contents, strict=True)
     ]
     if dataset.num_splits == 1:
@@ -98,11 +101,9 @@ def _split(dataset: Dataset, splits: list[int], verify: bool, progress: Progress
     return [_halved(x, y, split) for split in splits]
 
 
-def _table(file: File, content: Content, verify: bool, progress: Progress | None) -> Table:
-    path = fetch(file, verify=verify, progress=progress)
-    with explained(file, path):  # without verification it was not looked at yet
-        table = read(path, content.num_features, str(path))
-        content.check_shape(table, str(path))
+def _read(path: Path, name: str, content: Content) -> Table:
+    table = read(path, content.num_features, name)
+    content.check_shape(table, name)
     return table
 
 
