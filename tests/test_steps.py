@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slangvi import ELBO, NumericalError, inverse_time
-from slangvi._steps import Rate, rate_at, require_finite
+from slangvi._steps import Rate, rate_at, require_finite, warmed_up
 from slangvi.types import ParamSpec
 
 SPEC = ParamSpec.of({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(())})
@@ -140,3 +140,10 @@ def test_in_a_batch_the_first_member_that_is_not_finite_is_named_too(place, memb
     )
     with pytest.raises(NumericalError, match=message):
         require_finite("gradient", 7, SPEC, "Lower lr.", vectors, factor)
+
+
+@pytest.mark.parametrize(
+    ("rate", "step", "expected"), [(0.01, 1, 0.5), (0.01, 99, 0.01), (0.01, 200, 0.01), (0.3, 3, 0.3), (0.0, 1, 0.0)]
+)
+def test_the_precision_averages_what_it_has_seen_until_its_rate_is_reached(rate, step, expected):
+    assert warmed_up(rate, step) == pytest.approx(expected)

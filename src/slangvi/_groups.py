@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slangvi import _checks
-from slangvi._steps import Prior, Rate
+from slangvi._steps import Prior, Rate, warmed_up
 from slangvi.types import ParamSpec
 
 __all__ = ["GroupValues", "check_group"]
@@ -42,13 +42,13 @@ class GroupValues:
         hint = "precision_lr follows lr; give precision_lr if lr must exceed 1." if tied else ""
         return self._rate("lr", self._each("lr"), 1.0 if tied else math.inf, hint)
 
-    def precision_lr(self) -> Rate | None:
-        """β; None where every group ties it to lr."""
+    def precision_lr(self, step: int | None = None) -> Rate | None:
+        """β, warmed up when the number of the step is given; None where every group ties it to lr and nothing is."""
         own = self._each("precision_lr")
-        if all(value is None for value in own):
+        if step is None and all(value is None for value in own):
             return None
         values = [b if b is not None else a for a, b in zip(self._each("lr"), own, strict=True)]
-        return self._rate("precision_lr", values, 1.0)
+        return self._rate("precision_lr", values, 1.0, step=step)
 
     def momentum(self) -> float | Tensor:
         """γ."""
@@ -84,8 +84,10 @@ class GroupValues:
         """The group's value, once for every parameter tensor."""
         return [group[key] for group in self.groups for _ in group["params"]]
 
-    def _rate(self, key: str, values: list[Any], high: float, hint: str = "") -> Rate:
+    def _rate(self, key: str, values: list[Any], high: float, hint: str = "", step: int | None = None) -> Rate:
         numbers = [_checks.number(key, value, 0.0, high, "low high", hint) for value in values]
+        if step is not None:
+            numbers = [warmed_up(value, step) for value in numbers]
         return Rate.of(numbers, self.spec, self.like)
 
 

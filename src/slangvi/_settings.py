@@ -21,6 +21,7 @@ class Settings:
         temperature: likelihood weighed by 1/temperature.
         loss_reduction: "mean" or "sum".
         accumulation_steps: what the loop divides each micro-batch's loss by.
+        precision_warmup: whether β is at least 1/(t+1).
         engine: "factored" or "dense".
         verify: check per-example gradients of new patterns of calls.
         memory_limit: bytes that formed gradients of a parameter, and temporaries, may take.
@@ -33,6 +34,7 @@ class Settings:
     temperature: float = 1.0
     loss_reduction: str = "mean"
     accumulation_steps: int = 1
+    precision_warmup: bool = True
     engine: Engine = "factored"
     verify: bool = True
     memory_limit: int | None = None
@@ -46,6 +48,7 @@ class Settings:
         _checks.choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _checks.count("accumulation_steps", self.accumulation_steps)
         _checks.choice("engine", self.engine, ("factored", "dense"))
+        _checks.flag("precision_warmup", self.precision_warmup)
         _checks.flag("verify", self.verify)
         _checks.flag("compile", self.compile)
         if self.memory_limit is not None:

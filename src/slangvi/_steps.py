@@ -26,6 +26,7 @@ __all__ = [
     "lerp",
     "mean_gradient",
     "require_finite",
+    "warmed_up",
 ]
 
 Schedule = float | Callable[[int], float]
@@ -111,6 +112,20 @@ class Rate:
         if len(set(values)) == 1:
             return cls(values[0])
         return cls(spec.expand(values, like), torch.tensor(values, dtype=like.dtype, device=like.device))
+
+
+def warmed_up(precision_lr: float, step: int) -> float:
+    """β of a step counted from 1, or 1/(t+1) while that is more: until then the precision averages all it has seen.
+
+    The mean moves by α P⁻¹ĝ. A precision that starts at `init_precision` and learns with a small β needs 1/β steps to
+    hear of the curvature; a mean that moves faster than that overshoots, to where gradients are larger still. A rate of
+    zero stays zero.
+
+    Example:
+        >>> [warmed_up(0.3, step) for step in (1, 2, 3)]
+        [0.5, 0.3333333333333333, 0.3]
+    """
+    return max(precision_lr, 1.0 / (step + 1)) if precision_lr else 0.0
 
 
 class InverseTime:

@@ -213,7 +213,13 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         """The method's update from collected rows."""
         hyper = self._hyper
         gradients = FactoredGradients(self._spec, rows, self.rank, self._state.loc, self._routes)
-        return self._advance(self._state, gradients, hyper.prior(), hyper.lr(), hyper.precision_lr(), hyper.momentum())
+        alpha, beta = hyper.lr(), hyper.precision_lr(self._warming_step)
+        return self._advance(self._state, gradients, hyper.prior(), alpha, beta, hyper.momentum())
+
+    @property
+    def _warming_step(self) -> int | None:
+        """Number of the step about to be taken, if β is to be warmed up."""
+        return self._state.step + 1 if self.settings.precision_warmup else None
 
     @property
     def _routes(self) -> Routes:

@@ -107,22 +107,25 @@ RUNNERS = {
     kind=st.sampled_from(["linear", "conv", "norm"]),
     double=st.booleans(),
     lr=st.sampled_from([0.01, 0.3, 1.0]),
+    warm=st.booleans(),
     seed=st.integers(0, 3),
 )
-def test_whole_steps_equal_the_dense_oracle(runner, rank, M, S, sizes, kind, double, lr, seed):
+def test_whole_steps_equal_the_dense_oracle(runner, rank, M, S, sizes, kind, double, lr, warm, seed):
     torch.manual_seed(seed)
     model = network([3, *sizes], kind)
     dtype = torch.float64 if double else torch.float32
     model.to(dtype)
     batch = (torch.randn(M, 3, dtype=dtype), torch.randn(M, sizes[-1], dtype=dtype))
     options = {"rank": rank, "lr": lr, "precision_lr": 0.2, "prior_precision": 0.7, "mc_samples": S}
+    options["precision_warmup"] = warm
     steps = 3 if double else 1
     seen = RUNNERS[runner](model, batch, steps, **options)
     dense = dense_start(seen[0][0])
     tolerance = 1e-10 if double else 1e-4
-    for state, info, rows in seen[1:]:
+    for step, (state, info, rows) in enumerate(seen[1:], 1):
         before = dense
-        dense = dense_step(before, rows, rank, NUM_DATA, lr, 0.2, 0.7)
+        beta = max(0.2, 1 / (step + 1)) if warm else 0.2
+        dense = dense_step(before, rows, rank, NUM_DATA, lr, beta, 0.7)
         low = state.prec_factor.double().T @ state.prec_factor.double()
         scale = float(dense.precision.abs().max())
         assert float((state.loc - dense.loc).abs().max()) <= tolerance * max(1.0, float(dense.loc.abs().max()))

@@ -136,7 +136,7 @@ def test_tied_weights_are_one_parameter():
 def test_unused_parameters_relax_to_the_prior():
     model, x, y = model_and_data()
     model.register_parameter("unused", nn.Parameter(torch.full((2,), 4.0, dtype=torch.float64)))
-    opt = make(model, prior_precision=2.0, momentum=0.0)
+    opt = make(model, prior_precision=2.0, momentum=0.0, precision_warmup=False)
     train(opt, x, y, steps=1, draws=1)
     place = opt._spec.slices["unused"]
     expected = 0.9 * 1.0 + 0.1 * 2.0

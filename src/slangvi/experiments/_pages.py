@@ -29,6 +29,14 @@ DATASETS = {
     "breast_cancer": "Breast cancer",
     "a1a": "a1a",
     "usps_3vs5": "USPS 3 vs 5",
+    "boston": "Boston",
+    "concrete": "Concrete",
+    "energy": "Energy",
+    "kin8nm": "Kin8nm",
+    "naval": "Naval",
+    "power": "Power",
+    "wine": "Wine",
+    "yacht": "Yacht",
 }
 METRICS = {
     "negative_elbo_per_example": "−ELBO/N",
@@ -36,6 +44,8 @@ METRICS = {
     "symmetric_kl": "KL",
     "bias_mean": "mean of the bias",
     "bias_variance": "variance of the bias",
+    "test_rmse": "RMSE",
+    "test_log_likelihood": "log-likelihood",
 }
 # Mean field in reds, SLANG from light to dark blue as its rank grows, OnlineEig in greens, full Gaussians in greys.
 COLORS = {

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class Row(NamedTuple):
         mean: over splits.
         standard_error: of the mean; 0 for one split.
         median: over splits.
-        worst: the largest; lower is better for all metrics.
+        worst: the largest, or the smallest where higher is better.
         n: splits.
     """
 
@@ -58,8 +58,14 @@ class Row(NamedTuple):
     n: int
 
 
-def aggregate(dataset: str, metric: str, method: str, values: Iterable[float]) -> Row:
-    """Mean, standard error, median and worst of the values of all splits.
+def aggregate(
+    dataset: str,
+    metric: str,
+    method: str,
+    values: Iterable[float],
+    worst: Callable[[list[float]], float] = max,
+) -> Row:
+    """Mean, standard error, median and worst of the values of all splits; `worst` is min where higher is better.
 
     Example:
         >>> aggregate("a1a", "symmetric_kl", "slang_1", [1.0, 2.0, 6.0])[3:]
@@ -68,7 +74,7 @@ def aggregate(dataset: str, metric: str, method: str, values: Iterable[float]) -
     found = [float(value) for value in values]
     error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
     return Row(
-        dataset, metric, method, statistics.fmean(found), error, statistics.median(found), max(found), len(found)
+        dataset, metric, method, statistics.fmean(found), error, statistics.median(found), worst(found), len(found)
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slangvi import _checks
 from slangvi._out_of_memory import out_of_memory_advice
-from slangvi._steps import Prior, Rate, Schedule, rate_at
+from slangvi._steps import Prior, Rate, Schedule, rate_at, warmed_up
 from slangvi.grads.assemble import Engine
 from slangvi.methods._gather import FactoredGatherer, check_schedule, dense_gatherer
 from slangvi.methods._gaussian import GaussianState
@@ -39,6 +39,7 @@ class Common:
         momentum: γ.
         mc_samples: S.
         temperature: the likelihood is weighed by its inverse.
+        precision_warmup: whether β is at least 1/(t+1).
         model: the module behind `log_likelihood`.
         engine: "factored" or "dense"; None takes factored when there is a model.
         verify: check per-example gradients of new kinds of batches.
@@ -59,6 +60,7 @@ class Common:
         momentum: float,
         mc_samples: int,
         temperature: float,
+        precision_warmup: bool,
         model: nn.Module | None,
         engine: Engine | None,
         verify: bool,
@@ -85,6 +87,7 @@ class Common:
             self.factored = FactoredGatherer(log_likelihood, model, rank, checked, plan, memory_limit)
         self._gather = self.factored or dense_gatherer(log_likelihood, memory_limit)
         self._lr, self._precision_lr = lr, precision_lr
+        self._warms_up = _checks.flag("precision_warmup", precision_warmup)
         self._prior_precision, self._prior_mean = prior_precision, prior_mean
         self._priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
 
@@ -157,8 +160,8 @@ class Common:
 
     def _rates(self, step: int) -> tuple[float, float | None]:
         """α and β of a step."""
-        beta = self._precision_lr
-        return (
-            rate_at("lr", self._lr, step, self._ceiling),
-            None if beta is None else rate_at("precision_lr", beta, step, 1.0),
-        )
+        alpha, beta = rate_at("lr", self._lr, step, self._ceiling), self._precision_lr
+        if beta is None and not self._warms_up:
+            return alpha, None
+        plain = alpha if beta is None else rate_at("precision_lr", beta, step, 1.0)
+        return alpha, warmed_up(plain, step) if self._warms_up else plain

@@ -193,7 +193,7 @@ class ReplayingOptimizer(GaussianOptimizer[StateT, InfoT]):
         """The step by replaying graphs; None when groups differ or it has to be taken eagerly."""
         hyper, step = self._hyper, self._state.step + 1
         alpha, momentum, prior = hyper.lr().value, hyper.momentum(), hyper.prior()
-        tied = hyper.precision_lr()
+        tied = hyper.precision_lr(self._warming_step)
         beta = alpha if tied is None else tied.value
         if isinstance(alpha, Tensor) or isinstance(beta, Tensor) or isinstance(momentum, Tensor):
             return None

@@ -149,6 +149,7 @@ def build(
     mc_samples: int = 1,
     init_precision: Any = 1.0,
     temperature: float = 1.0,
+    precision_warmup: bool = True,
     curvature: str = "ef",
     model: nn.Module | None = None,
     engine: Engine | None = None,
@@ -169,6 +170,8 @@ def build(
         mc_samples: S, draws of the weights per step.
         init_precision: s at the start.
         temperature: the likelihood is weighed by 1/temperature.
+        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
+            precision is there before the mean relies on it.
         curvature: "ef", the empirical Fisher (VOGN), or "hessian", the exact diagonal of the Hessian at every draw.
             That takes a backward pass for each of the P parameters, and needs a log-likelihood that is concave, or
             nearly so.
@@ -203,6 +206,7 @@ def build(
         momentum=momentum,
         mc_samples=mc_samples,
         temperature=temperature,
+        precision_warmup=precision_warmup,
         model=model,
         engine=engine,
         verify=verify,
@@ -228,6 +232,8 @@ class VOGN(GaussianOptimizer[State, Info]):
         init_precision: s at the start; number, dict or tensor.
         prior_mean: μ₀; number, dict or tensor.
         temperature: the likelihood is weighed by 1/temperature.
+        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
+            precision is there before the mean relies on it.
         loss_reduction: "mean" or "sum" over the examples of a batch, as your loss does it.
         accumulation_steps: what your loop divides each micro-batch's loss by; 1 when it does not divide.
         curvature: "ef", the empirical Fisher.

@@ -171,6 +171,7 @@ def build(
     mc_samples: int = 1,
     init_precision: Any = 1.0,
     temperature: float = 1.0,
+    precision_warmup: bool = True,
     model: nn.Module | None = None,
     engine: Engine | None = None,
     verify: bool = True,
@@ -191,6 +192,8 @@ def build(
         mc_samples: S, draws of the weights per step.
         init_precision: d at the start.
         temperature: the likelihood is weighed by 1/temperature.
+        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
+            precision is there before the mean relies on it.
         model: the module behind `log_likelihood`, so that the factored engine can see its layers.
         engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
         verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
@@ -222,6 +225,7 @@ def build(
         momentum=momentum,
         mc_samples=mc_samples,
         temperature=temperature,
+        precision_warmup=precision_warmup,
         model=model,
         engine=engine,
         verify=verify,

@@ -128,6 +128,7 @@ def build(
     mc_samples: int = 1,
     init_precision: Any = 1.0,
     temperature: float = 1.0,
+    precision_warmup: bool = True,
     model: nn.Module | None = None,
     engine: Engine | None = None,
     verify: bool = True,
@@ -149,6 +150,8 @@ def build(
         mc_samples: S, draws of the weights per step.
         init_precision: d at the start.
         temperature: the likelihood is weighed by 1/temperature.
+        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
+            precision is there before the mean relies on it. False is the paper as printed.
         model: the module behind `log_likelihood`, so that the factored engine can see its layers.
         engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
         verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
@@ -185,6 +188,7 @@ def build(
         momentum=momentum,
         mc_samples=mc_samples,
         temperature=temperature,
+        precision_warmup=precision_warmup,
         model=model,
         engine=engine,
         verify=verify,
@@ -232,6 +236,8 @@ class SLANG(ReplayingOptimizer[State, Info]):
         init_precision: d at the start; number, dict or tensor.
         prior_mean: μ₀; number, dict or tensor.
         temperature: the likelihood is weighed by 1/temperature.
+        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
+            precision is there before the mean relies on it. False is the paper as printed.
         loss_reduction: "mean" or "sum" over the examples of a batch, as your loss does it.
         accumulation_steps: what your loop divides each micro-batch's loss by (Lightning's `accumulate_grad_batches`,
             Hugging Face's `gradient_accumulation_steps`); 1 when it does not divide.
@@ -279,6 +285,7 @@ class SLANG(ReplayingOptimizer[State, Info]):
         temperature: float = 1.0,
         loss_reduction: str = "mean",
         accumulation_steps: int = 1,
+        precision_warmup: bool = True,
         curvature: str = "ef",
         engine: Engine = "factored",
         verify: bool = True,
@@ -302,6 +309,7 @@ class SLANG(ReplayingOptimizer[State, Info]):
             temperature=temperature,
             loss_reduction=loss_reduction,
             accumulation_steps=accumulation_steps,
+            precision_warmup=precision_warmup,
             curvature=curvature,
             engine=engine,
             verify=verify,

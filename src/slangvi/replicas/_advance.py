@@ -28,7 +28,7 @@ __all__ = ["Lockstep", "Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """Numbers of each replica, float64, (K,), its schedules, and its prior as it was passed."""
+    """Numbers of each replica, float64, (K,), its schedules, and its prior as it was passed; warm-up is for all."""
 
     num_data: Tensor
     temperature: Tensor
@@ -37,6 +37,7 @@ class Settings:
     precision_lr: _settings.Rates | None
     prior_precision: Any
     prior_mean: Any
+    precision_warmup: bool
 
     @classmethod
     def checked(
@@ -49,6 +50,7 @@ class Settings:
         temperature: Any,
         prior_precision: Any,
         prior_mean: Any,
+        precision_warmup: bool,
     ) -> Settings:
         """From the arguments of `build`."""
         sizes = _settings.numbers("num_data", num_data, count, lambda name, x: float(_checks.count(name, x)))
@@ -58,13 +60,16 @@ class Settings:
         )
         alpha = _settings.Rates("lr", lr, count, 1.0 if precision_lr is None else float("inf"))
         beta = None if precision_lr is None else _settings.Rates("precision_lr", precision_lr, count, 1.0)
-        return cls(sizes, heat, decay, alpha, beta, prior_precision, prior_mean)
+        warms_up = _checks.flag("precision_warmup", precision_warmup)
+        return cls(sizes, heat, decay, alpha, beta, prior_precision, prior_mean, warms_up)
 
     def numbers(self, steps: Tensor, index: Tensor, rows: Tensor) -> Tensor:
         """Those of some replicas at the steps they are about to take, with R rows each: float64, (k, 5)."""
         size, heat, decay = (pick(x, index) for x in (self.num_data, self.temperature, self.momentum))
         alpha = self.lr.at(steps, index)
         beta = alpha if self.precision_lr is None else self.precision_lr.at(steps, index)
+        if self.precision_warmup:
+            beta = torch.maximum(beta, 1.0 / (steps + 1).to(beta.dtype))
         return torch.stack(Numbers(alpha, beta, decay, 1 - decay**steps, size / (heat * rows)), dim=1)
 
     def prior(self, state: State) -> Prior:

@@ -56,6 +56,7 @@ def build(
     mc_samples: int = 1,
     init_precision: Any = 1.0,
     temperature: float | Sequence[float] = 1.0,
+    precision_warmup: bool = True,
     constants: Any = None,
     model: nn.Module | None = None,
     engine: Engine | None = None,
@@ -82,6 +83,7 @@ def build(
         mc_samples: S, draws of the weights per step.
         init_precision: d at the start; given like `prior_precision`.
         temperature: the likelihood is weighed by 1/temperature.
+        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)); for all replicas.
         constants: any nesting of tensors (K, ...), of which each likelihood sees its own entry: a noise precision, say.
         model: the module behind `log_likelihood`, so that the factored engine can see its layers.
         engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
@@ -125,7 +127,9 @@ def build(
         return log_likelihood(params, batch) if constants is None else log_likelihood(params, batch, own)
 
     lockstep = Lockstep(
-        Settings.checked(count, num_data, lr, precision_lr, momentum, temperature, prior_precision, prior_mean),
+        Settings.checked(
+            count, num_data, lr, precision_lr, momentum, temperature, prior_precision, prior_mean, precision_warmup
+        ),
         LockstepGatherer(paired, rank, model if kind == "factored" else None),
         _checks.count("mc_samples", mc_samples),
         checked_constants(constants, count),
