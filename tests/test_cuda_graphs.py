@@ -239,7 +239,7 @@ def test_the_arithmetic_of_bayes_by_backprop_is_captured(scale):
     for _ in range(2):
         graph.replay()
     for a, b in zip(buffers, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_the_arithmetic_and_masks_of_dropout_are_captured():
@@ -265,6 +265,6 @@ def test_the_arithmetic_and_masks_of_dropout_are_captured():
         graph.replay()
         seen.append(masks.clone())
     for a, b in zip(buffers, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert set(seen[0].unique().tolist()) == {0.0, 2.0}
     assert not torch.equal(*seen)
