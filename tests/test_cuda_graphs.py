@@ -13,6 +13,7 @@ import slangvi
 from optimizing import flat
 from replaying import N, Net, assert_same_state, functional, problem, relative, steps
 from slangvi import replicas
+from slangvi._steps import Prior
 from slangvi.bench import replicas as bench
 from slangvi.linalg import lowrank
 
@@ -252,3 +253,57 @@ def test_a_replica_that_fails_in_a_graph_is_told_and_the_others_go_on():
         state, info = runs.update(state, (setting.x, y), source(step))
         assert [failure.replica for failure in info.failures] == [2] * (step == 5)
     assert state.step.tolist() == [8, 8, 5, 8]
+
+
+@pytest.mark.parametrize("scale", ["softplus", "log"])
+def test_the_arithmetic_of_bayes_by_backprop_is_captured(scale):
+    """Two steps of three runs, from one graph: state, gradients, noise, rates and step are filled anew."""
+    state = slangvi.bbb.init({"w": torch.zeros(5, device=DEVICE)}, 4.0, scale)
+    buffers = [part.expand(3, 5).clone() for moving in state.moving for part in moving]
+    gradients, noise = torch.randn(2, 4, 3, 5, device=DEVICE)
+    lr, step = torch.full((3, 1), 0.1, device=DEVICE), torch.ones((), device=DEVICE)
+    prior = Prior(torch.ones(3, 5, device=DEVICE), torch.zeros(5, device=DEVICE))
+
+    def take(parts, number):
+        moving = slangvi.bbb.Moving(*parts[:3]), slangvi.bbb.Moving(*parts[3:])
+        options = {"weight": 2.0, "prior": prior, "lr": lr, "step": number, "scale": scale}
+        return [part for x in slangvi.bbb.advanced(*moving, gradients, noise, **options) for part in x]
+
+    expected = take(take([part.clone() for part in buffers], 1), 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for place, value in zip(buffers, take(buffers, step), strict=True):
+            place.copy_(value)
+        step.add_(1)
+    for _ in range(2):
+        graph.replay()
+    for a, b in zip(buffers, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_arithmetic_and_masks_of_dropout_are_captured():
+    state = slangvi.mc_dropout.init({"w": torch.ones(2, 4, device=DEVICE), "b": torch.ones(2, device=DEVICE)}, 0.5)
+    buffers = [part.clone() for part in state.moving]
+    slope, step, generator = torch.randn(10, device=DEVICE), torch.ones((), device=DEVICE), source()
+    decay = slangvi.mc_dropout.decays(state, torch.ones(10, device=DEVICE))
+
+    def take(parts, number):
+        weights = slangvi.mc_dropout.Moving(*parts)
+        return slangvi.mc_dropout.advanced(weights, slope, weight=2.0, decay=decay, lr=0.1, step=number)
+
+    expected = take(take([part.clone() for part in buffers], 1), 2)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        for place, value in zip(buffers, take(buffers, step), strict=True):
+            place.copy_(value)
+        step.add_(1)
+        masks = slangvi.mc_dropout.draw_masks(state, (64,), generator)["w"]
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(masks.clone())
+    for a, b in zip(buffers, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert set(seen[0].unique().tolist()) == {0.0, 2.0}
+    assert not torch.equal(*seen)

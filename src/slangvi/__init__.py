@@ -29,12 +29,16 @@ if TYPE_CHECKING:
     from slangvi.likelihoods import Categorical as Categorical
     from slangvi.likelihoods import Gaussian as Gaussian
     from slangvi.memory import estimate_memory as estimate_memory
+    from slangvi.methods import bbb as bbb
     from slangvi.methods import exact as exact
     from slangvi.methods import full as full
+    from slangvi.methods import mc_dropout as mc_dropout
     from slangvi.methods import mean_field as mean_field
     from slangvi.methods import online_eig as online_eig
     from slangvi.methods import slang as slang
+    from slangvi.methods.bbb import BBB as BBB
     from slangvi.methods.full import FullGaussian as FullGaussian
+    from slangvi.methods.mc_dropout import MCDropout as MCDropout
     from slangvi.methods.mean_field import VOGN as VOGN
     from slangvi.methods.online_eig import OnlineEig as OnlineEig
     from slangvi.methods.slang import SLANG as SLANG
@@ -54,6 +58,10 @@ __all__ = [
     "OnlineEig",
     "online_eig",
     "exact",
+    "BBB",
+    "bbb",
+    "MCDropout",
+    "mc_dropout",
     "replicas",
     "inverse_time",
     "ELBO",
@@ -99,6 +107,8 @@ _HOMES = {
     "Bernoulli": "slangvi.likelihoods",
     "Categorical": "slangvi.likelihoods",
     "Gaussian": "slangvi.likelihoods",
+    "BBB": "slangvi.methods.bbb",
+    "MCDropout": "slangvi.methods.mc_dropout",
     "SLANG": "slangvi.methods.slang",
     "VOGN": "slangvi.methods.mean_field",
     "FullGaussian": "slangvi.methods.full",
@@ -114,6 +124,8 @@ _MODULES = {
     "full": "slangvi.methods.full",
     "online_eig": "slangvi.methods.online_eig",
     "exact": "slangvi.methods.exact",
+    "bbb": "slangvi.methods.bbb",
+    "mc_dropout": "slangvi.methods.mc_dropout",
     "data": "slangvi.data",
     "metrics": "slangvi.metrics",
     "replicas": "slangvi.replicas",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slangvi.types import ParamSpec
 
-__all__ = ["choice", "count", "flag", "number", "per_parameter", "rate"]
+__all__ = ["betas", "choice", "count", "flag", "number", "per_parameter", "per_tensor", "rate"]
 
 PerParameter = float | Tensor | Mapping[str, float]
 
@@ -46,6 +46,16 @@ def rate(name: str, value: Any, high: float = math.inf, hint: str = "") -> float
     """A learning rate: positive; at most 1 where it is an averaging weight."""
     advice = f"Typical values lie between 1e-3 and 0.1. {hint}".rstrip()
     return number(name, value, 0.0, high, closed="high" if math.isfinite(high) else "", hint=advice)
+
+
+def betas(value: Any) -> tuple[float, float]:
+    """Adam's two averaging weights."""
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise TypeError(
+            f"betas must be a pair of numbers in [0, 1), got {value!r}. Adam's usual ones are (0.9, 0.999)."
+        )
+    first, second = (number("betas", x, 0.0, 1.0, closed="low", hint="Adam's are (0.9, 0.999).") for x in value)
+    return first, second
 
 
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
@@ -91,10 +101,25 @@ def per_parameter(
     return converted
 
 
-def _from_patterns(
-    name: str, patterns: Mapping[str, Any], spec: ParamSpec, known: ParamSpec, low: float
+def per_tensor(
+    name: str, value: Any, spec: ParamSpec, known: ParamSpec, low: float, high: float, closed: str = ""
 ) -> list[float]:
-    values = {str(key): number(f"{name}[{key!r}]", value, low) for key, value in patterns.items()}
+    """A number between two bounds, or a dict of names or globs to such, as one number per parameter tensor."""
+    if isinstance(value, Mapping):
+        return _from_patterns(name, value, spec, known, low, high, closed)
+    return [number(name, value, low, high, closed)] * len(spec.names)
+
+
+def _from_patterns(
+    name: str,
+    patterns: Mapping[str, Any],
+    spec: ParamSpec,
+    known: ParamSpec,
+    low: float,
+    high: float = math.inf,
+    closed: str = "",
+) -> list[float]:
+    values = {str(key): number(f"{name}[{key!r}]", value, low, high, closed) for key, value in patterns.items()}
     for key in values:
         if not any(fnmatchcase(param, key) for param in known.canonical):
             raise ValueError(

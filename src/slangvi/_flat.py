@@ -151,6 +151,7 @@ def pack(method: str, state: FlatState, generator: torch.Generator | None, num_d
         "shapes": [list(shape) for shape in state.spec.shapes],
         "step": state.step,
         "tensors": dict(tensors_of(state)),
+        "words": _words(state),
         "generator": None if generator is None else generator.get_state(),
     }
 
@@ -174,6 +175,13 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
             )
     if len(mine) != len(theirs):
         raise ValueError(f"state_dict has {len(theirs)} parameters, the optimizer has {len(mine)}.")
+    for name, word in _words(state).items():
+        said = packed.get("words", {}).get(name)
+        if said != word:
+            raise ValueError(
+                f"state_dict was made with {name}={said!r}, this optimizer has {name}={word!r}, under which its "
+                f"numbers mean something else. Build the optimizer with {name}={said!r}."
+            )
     for name, value in tensors_of(state):
         found = packed["tensors"].get(name)
         if found is None or found.shape != value.shape or found.dtype != value.dtype:
@@ -182,12 +190,21 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
                 f"state_dict[{name!r}] must be {tuple(value.shape)} {value.dtype}, found {what}. "
                 "Build the optimizer with the same rank and dtype."
             )
-        if not bool(torch.isfinite(found).all()) or not _positive(name, found):
-            raise ValueError(f"state_dict[{name!r}] holds NaN, Inf or values that are not positive: it is damaged.")
+        if not bool(torch.isfinite(found).all()) or not _possible(name, found):
+            raise ValueError(f"state_dict[{name!r}] holds NaN, Inf or values out of its range: it is damaged.")
 
 
-def _positive(name: str, found: Tensor) -> bool:
-    """Whether a tensor of a precision may be one; others always may."""
+def _possible(name: str, found: Tensor) -> bool:
+    """Whether a tensor of a precision, of mean squares or of rates may be one; others always may."""
     if name == "prec_matrix":
         return not bool(torch.linalg.cholesky_ex(found).info.any())
-    return name != "prec_diag" or bool((found > 0).all())
+    if name == "prec_diag":
+        return bool((found > 0).all())
+    if name == "rates":
+        return bool(((found >= 0) & (found < 1)).all())
+    return not name.endswith("square") or bool((found >= 0).all())
+
+
+def _words(state: Any) -> dict[str, str]:
+    """What a state says in words, such as how its numbers are to be read."""
+    return {item.name: value for item in fields(state) if isinstance(value := getattr(state, item.name), str)}

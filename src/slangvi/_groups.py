@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class GroupValues:
 
     def lr(self) -> Rate:
         """α. Schedulers may lower it to 0; above 1 it cannot also be β."""
-        tied = any(group["precision_lr"] is None for group in self.groups)
+        tied = any(_tied(group) for group in self.groups)
         hint = "precision_lr follows lr; give precision_lr if lr must exceed 1." if tied else ""
         return self._rate("lr", self._each("lr"), 1.0 if tied else math.inf, hint)
 
@@ -55,9 +55,16 @@ class GroupValues:
         values = [_checks.number("momentum", value, 0.0, 1.0, closed="low") for value in self._each("momentum")]
         return Rate.of(values, self.spec, self.like).value
 
+    def adam(self) -> tuple[tuple[float | Tensor, float | Tensor], float | Tensor]:
+        """β₁ and β₂, and ε of Adam."""
+        betas = [_checks.betas(value) for value in self._each("betas")]
+        eps = [_checks.number("eps", value, 0.0) for value in self._each("eps")]
+        first, second, floor = (Rate.of(list(x), self.spec, self.like).value for x in (*zip(*betas, strict=True), eps))
+        return (first, second), floor
+
     def prior(self) -> Prior:
-        """λ and μ₀; made again when a group's entry was replaced."""
-        values = [group[key] for group in self.groups for key in ("prior_precision", "prior_mean")]
+        """λ and μ₀, which is 0 where a method has none; made again when a group's entry was replaced."""
+        values = [group.get(key, 0.0) for group in self.groups for key in ("prior_precision", "prior_mean")]
         known = self._prior_values
         fresh = len(known) == len(values) and all(
             a is b or _same_number(a, b) for a, b in zip(known, values, strict=True)
@@ -69,16 +76,19 @@ class GroupValues:
 
     def per_parameter(self, key: str, positive: bool = True) -> Tensor:
         """A number, dict or tensor per group, as one number per parameter entry, (P,)."""
-        shapes = dict(zip(self.spec.names, self.spec.shapes, strict=True))
         parts = []
-        for group in self.groups:
-            names = tuple(self.name_of[id(p)] for p in group["params"])
-            inner = ParamSpec(names, tuple(shapes[name] for name in names))
-            value = group[key]
-            if isinstance(value, Tensor) and value.shape == (self.spec.num_params,):
-                value = torch.cat([value[self.spec.slices[name]] for name in names])
+        for inner, given in self.per_group(key):
+            whole = isinstance(given, Tensor) and given.shape == (self.spec.num_params,)
+            value = torch.cat([given[self.spec.slices[name]] for name in inner.names]) if whole else given
             parts.append(_checks.per_parameter(key, value, inner, self.like, positive, known=self.spec))
         return torch.cat(parts)
+
+    def per_group(self, key: str) -> Iterator[tuple[ParamSpec, Any]]:
+        """The layout of each group, and what it says; 0 where it says nothing."""
+        shapes = dict(zip(self.spec.names, self.spec.shapes, strict=True))
+        for group in self.groups:
+            names = tuple(self.name_of[id(p)] for p in group["params"])
+            yield ParamSpec(names, tuple(shapes[name] for name in names)), group.get(key, 0.0)
 
     def _each(self, key: str) -> list[Any]:
         """The group's value, once for every parameter tensor."""
@@ -98,12 +108,21 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ValueError(
                 "params holds a tensor with requires_grad=False. Leave frozen parameters out, or unfreeze it."
             )
-    tied = group["precision_lr"] is None
+    tied = _tied(group)
     hint = "precision_lr follows lr, so lr may not exceed 1; give precision_lr to separate them." if tied else ""
     _checks.rate("lr", group["lr"], 1.0 if tied else math.inf, hint)
-    if not tied:
+    if group.get("precision_lr") is not None:
         _checks.rate("precision_lr", group["precision_lr"], 1.0)
-    _checks.number("momentum", group["momentum"], 0.0, 1.0, closed="low")
+    if "momentum" in group:
+        _checks.number("momentum", group["momentum"], 0.0, 1.0, closed="low")
+    if "betas" in group:
+        _checks.betas(group["betas"])
+        _checks.number("eps", group["eps"], 0.0)
+
+
+def _tied(group: Mapping[str, Any]) -> bool:
+    """Whether a method has a rate for the precision, and this group takes lr for it."""
+    return "precision_lr" in group and group["precision_lr"] is None
 
 
 def _same_number(a: Any, b: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -195,8 +195,23 @@ class DensePrecisionNormal(MultivariateNormal):
             return self.rsample(sample_shape, generator)
 
 
-# What the methods' `posterior` returns.
-Posterior = LowRankPrecisionNormal | DensePrecisionNormal
+class Posterior(Protocol):
+    """What the methods' `posterior` returns, as far as predictions need it."""
+
+    @property
+    def param_spec(self) -> ParamSpec | None:
+        """Names and shapes behind the flat vector."""
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Of a batch of distributions."""
+
+    @property
+    def event_shape(self) -> torch.Size:
+        """(P,)."""
+
+    def rsample(self, sample_shape: Any = ..., generator: torch.Generator | None = ...) -> Tensor:
+        """Draws, (*sample_shape, ..., P)."""
 
 
 def _check_shapes(loc: Tensor, prec_factor: Tensor, prec_diag: Tensor) -> None:

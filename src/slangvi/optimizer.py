@@ -20,12 +20,11 @@ from slangvi._flat import FlatState, Mirror, check_packed, pack, state_dtype, te
 from slangvi._groups import GroupValues, check_group
 from slangvi._out_of_memory import out_of_memory_advice
 from slangvi._settings import Settings
-from slangvi._steps import ELBO, Prior, Rate
+from slangvi._steps import ELBO, Prior
 from slangvi.errors import NumericalError, UnsupportedModuleError
-from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
+from slangvi.grads import GradientCapture, RowGroup
 from slangvi.grads.assemble import outside_frames
-from slangvi.grads.blocks import Settle, cheapest
-from slangvi.types import GradientOperator, Params, ParamSpec, Routes
+from slangvi.types import Params, ParamSpec
 
 __all__ = ["Settings", "VariationalOptimizer"]
 
@@ -35,15 +34,15 @@ InfoT = TypeVar("InfoT")
 
 
 class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
-    """Base of the methods' optimizers: draws weights, collects per-example gradients, takes transactional steps.
+    """Base of the methods' optimizers: draws weights, collects gradients, takes transactional steps.
 
     The state is one flat vector per quantity, in float32 (float64 if a parameter is), whatever the model computes in.
     The model's parameters hold the mean except inside `sampled_params`.
     """
 
-    rank = 0  # columns of the low-rank factor, for methods that have one
     _state: StateT
     _hyper: GroupValues
+    _kept: tuple[str, ...] = ("generator",)  # attributes that copies take along, besides groups and settings
 
     # GradScaler then hands over its scale instead of touching p.grad, which holds no per-example gradients.
     _step_supports_amp_scaling = True
@@ -91,24 +90,20 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     # ---- what a method supplies
 
     @abstractmethod
-    def _begin(self, params: Params, init_precision: Tensor) -> StateT:
+    def _begin(self, params: Params, hyper: GroupValues) -> StateT:
         """The state before the first step."""
+
+    @abstractmethod
+    def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
+        """What reads gradients off the user's own backward."""
 
     @abstractmethod
     def _draw(self, state: StateT, generator: torch.Generator | None) -> Tensor:
         """One draw of the weights, (P,)."""
 
     @abstractmethod
-    def _advance(
-        self,
-        state: StateT,
-        gradients: GradientOperator,
-        prior: Prior,
-        lr: Rate,
-        precision_lr: Rate | None,
-        momentum: float | Tensor,
-    ) -> tuple[StateT, InfoT]:
-        """The method's pure update."""
+    def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
+        """The method's pure update from what was collected since the last step."""
 
     @abstractmethod
     def _posterior(self, state: StateT) -> Distribution:
@@ -131,7 +126,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         """Put one draw of the weights into the model inside the block, and the mean back after it.
 
         Args:
-            train: collect per-example gradients of every `backward()` in the block for the next `step()`. Several
+            train: collect the gradients of every `backward()` in the block for the next `step()`. Several
                 micro-batches may run in one block (they share the draw) or in blocks of their own.
         """
         if self._sampling:
@@ -146,7 +141,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             if train:
                 with out_of_memory_advice("in sampled_params", self._state, self._rows), self._recorded():
                     yield
-                advice = out_of_memory_advice("while per-example gradients were collected", self._state, self._rows)
+                advice = out_of_memory_advice("while gradients were collected", self._state, self._rows)
                 with advice, self._exact():
                     groups = self._collected()
                 self._rows += [self._unscaled(group) for group in groups]
@@ -208,22 +203,6 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             info = replace(info, expected_log_likelihood=fit)  # type: ignore[type-var]
         self._state, self.info = state, info
         self._write_mean()
-
-    def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
-        """The method's update from collected rows."""
-        hyper = self._hyper
-        gradients = FactoredGradients(self._spec, rows, self.rank, self._state.loc, self._routes)
-        alpha, beta = hyper.lr(), hyper.precision_lr(self._warming_step)
-        return self._advance(self._state, gradients, hyper.prior(), alpha, beta, hyper.momentum())
-
-    @property
-    def _warming_step(self) -> int | None:
-        """Number of the step about to be taken, if β is to be warmed up."""
-        return self._state.step + 1 if self.settings.precision_warmup else None
-
-    @property
-    def _routes(self) -> Routes:
-        return self.settings.routes.within(self.settings.memory_limit)
 
     def _write_draw(self, generator: torch.Generator | None) -> None:
         """One draw into the model's parameters."""
@@ -311,7 +290,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles carry the model along: an optimizer without its module could not read gradients.
         groups = [{**g, "params": [self._name_of[id(p)] for p in g["params"]]} for g in self.param_groups]
-        keep = {k: v for k, v in self.__dict__.items() if k in ("generator", "rank")}
+        keep = {k: v for k, v in self.__dict__.items() if k in self._kept}
         return _restore, (
             type(self),
             self.model,
@@ -336,28 +315,13 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         like = torch.empty(0, dtype=state_dtype(params), device=params[0].device)
         hyper = GroupValues(self.param_groups, spec, name_of, like)
         hyper.prior()
-        fresh = self._begin(mirror.named, hyper.per_parameter("init_precision"))
+        fresh = self._begin(mirror.named, hyper)
         if old is not None:
             for name, value in tensors_of(old):
                 getattr(fresh, name)[tuple(slice(length) for length in value.shape)] = value
             fresh = replace(fresh, step=old.step)  # type: ignore[type-var]
         self._spec, self._mirror, self._name_of, self._hyper, self._state = spec, mirror, name_of, hyper, fresh
-        options = self.settings
-        self._capture = GradientCapture(
-            self.model,
-            spec,
-            fresh.loc.dtype,
-            options.engine,
-            options.verify,
-            memory_limit=options.memory_limit,
-            settle=self._settle,
-        )
-
-    @property
-    def _settle(self) -> Settle:
-        """How rows are to be kept; holds no reference to the optimizer."""
-        rank, routes = self.rank, self._routes
-        return lambda name, block: cheapest(block, rank, routes, name)
+        self._capture = self._listener(spec, fresh.loc.dtype)
 
     def _sync(self) -> None:
         """Take over parameters that were changed from outside: a loaded model, another device, a re-initialisation."""

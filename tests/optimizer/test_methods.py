@@ -22,11 +22,31 @@ CLASSES = {
     "VOGN": (slangvi.VOGN, {}),
     "FullGaussian": (slangvi.FullGaussian, {}),
     "OnlineEig": (slangvi.OnlineEig, {"rank": 2}),
+    "BBB": (slangvi.BBB, {}),
+    "MCDropout": (slangvi.MCDropout, {"rates": 0.2}),
 }
+SUMS = "it takes sums of gradients: there is no curvature to choose and no step to replay, and Python refuses the word"
+# Promises that a class cannot keep, and why.
+EXEMPT = {
+    ("MCDropout", "test_parameters_added_later_start_beside_what_was_learnt"): "its width is p, and no init_precision",
+    ("MCDropout", "test_closures_schedules_and_the_elbo"): "q has no density, so that its ELBO is not known",
+    ("BBB", "test_only_the_empirical_fisher_is_offered"): SUMS,
+    ("MCDropout", "test_only_the_empirical_fisher_is_offered"): SUMS,
+    ("BBB", "test_what_cannot_be_replayed_says_so"): SUMS,
+    ("MCDropout", "test_what_cannot_be_replayed_says_so"): SUMS,
+    ("SLANG", "test_what_cannot_be_replayed_says_so"): "it can",
+}
+
+
+def excuse(name, request):
+    reason = EXEMPT.get((name, request.function.__name__))
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
 
 
 @pytest.fixture(params=CLASSES)
 def make(request):
+    excuse(request.param, request)
     kind, options = CLASSES[request.param]
 
     def build(model, seed=1, **more):
@@ -69,7 +89,7 @@ def test_a_damaged_precision_is_refused(make):
     opt = train(make(model), x, y)
     saved = copy.deepcopy(opt.state_dict())
     for name, value in saved["slangvi"]["tensors"].items():
-        if name in ("prec_diag", "prec_matrix"):
+        if name in ("prec_diag", "prec_matrix", "square", "loc_square"):
             value.neg_()
     with pytest.raises(ValueError, match="damaged"):
         opt.load_state_dict(saved)
@@ -99,7 +119,7 @@ def test_groups_that_agree_are_one_group(make):
     groups = [{"params": twin[0].parameters(), "lr": 0.1 + 1e-13}, {"params": twin[2].parameters()}]
     one, two = train(make(model), x, y), train(make(twin, params=groups), x, y)
     torch.testing.assert_close(one.posterior.loc, two.posterior.loc, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(one.posterior.precision_matrix, two.posterior.precision_matrix, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(one.posterior.covariance_matrix, two.posterior.covariance_matrix, rtol=1e-8, atol=1e-8)
 
 
 def test_closures_schedules_and_the_elbo(make):
@@ -146,8 +166,9 @@ def test_only_the_empirical_fisher_is_offered(make):
         make(model, curvature="ggn")
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "SLANG"])
-def test_what_cannot_be_replayed_says_so(name):
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_cannot_be_replayed_says_so(name, request):
+    excuse(name, request)
     kind, options = CLASSES[name]
     with pytest.raises(TypeError, match=f"compile=True is for slangvi.SLANG; {name} cannot replay its steps"):
         kind(nn.Linear(2, 1), num_data=3, compile=True, **options)

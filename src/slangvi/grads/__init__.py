@@ -10,6 +10,8 @@ from slangvi.grads.factored import FactoredGradients as FactoredGradients
 from slangvi.grads.factored import RowGroup as RowGroup
 from slangvi.grads.linear_predictor import LinearPredictorGradients as LinearPredictorGradients
 from slangvi.grads.rules import register_rule as register_rule
+from slangvi.grads.sums import SumCapture as SumCapture
+from slangvi.grads.sums import SumGroup as SumGroup
 
 __all__ = [
     "DenseGradients",
@@ -20,6 +22,8 @@ __all__ = [
     "Outer",
     "RowGroup",
     "Rows",
+    "SumCapture",
+    "SumGroup",
     "per_example_gradients",
     "register_rule",
 ]

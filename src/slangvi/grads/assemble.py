@@ -19,7 +19,7 @@ from slangvi.grads.replay import Replay, call_tolerance
 from slangvi.grads.rules import find_rule
 from slangvi.types import Params, ParamSpec
 
-__all__ = ["Assembler", "Engine", "Uses", "called_twice", "outside_frames"]
+__all__ = ["Assembler", "Engine", "Uses", "called_twice", "count_examples", "outside_frames"]
 
 Engine = Literal["factored", "dense"]
 Signature = tuple[object, ...]
@@ -92,9 +92,7 @@ class Assembler:
             values: canonical parameter name → the value the pass was made with.
             num_examples: M; read off the recorded calls when None.
         """
-        count = num_examples if num_examples is not None else _count_examples(backward)
-        if count == 0:
-            raise ValueError("the batch is empty: a step needs at least one example. Skip empty batches.")
+        count = num_examples if num_examples is not None else count_examples(backward)
         signature = _signature(backward, count)
         due = self._due(backward, signature)
         plan = self._plan(backward, values, count, due, signature)
@@ -332,8 +330,8 @@ def _inside(inner: str, outer: str) -> bool:
     return inner != outer and (outer == "" or inner.startswith(f"{outer}."))
 
 
-def _count_examples(backward: Backward) -> int:
-    """M: the batch of the whole model's call, or of every recorded call when the model was called in parts."""
+def count_examples(backward: Backward) -> int:
+    """M > 0: the batch of the whole model's call, or of every recorded call when the model was called in parts."""
     whole = [call for call in backward.cotangents if call.name == ""]
     if len(whole) > 1:
         raise called_twice(len(whole))
@@ -345,7 +343,10 @@ def _count_examples(backward: Backward) -> int:
             f"one backward pass must bring the gradients of one batch, got first dimensions {sorted(counts)}. Call "
             "the model on the batch as a whole with the batch as first dimension, and call backward once per batch."
         )
-    return counts.pop()
+    count = counts.pop()
+    if count == 0:
+        raise ValueError("the batch is empty: a step needs at least one example. Skip empty batches.")
+    return count
 
 
 def called_twice(count: int) -> UnsupportedModuleError:

@@ -66,7 +66,7 @@ class GradientCapture:
         self._backwards: dict[int, Backward] = {}
         self._before: dict[str, Surroundings] = {}
         self._snapshots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.modules = _recorded_modules(model, spec)
+        self.modules = self._heard(spec)
         self._leaves = {spec.canonical[n]: p for n, p in model.named_parameters() if n in spec.canonical}
         handles: list[Any] = []
         self._leaf_handles: list[Any] = []
@@ -106,7 +106,7 @@ class GradientCapture:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Write down calls and gradients inside the block; what an earlier block left is dropped."""
-        check_model(self.model)
+        self._check_model()
         self._backwards.clear()
         self._before.clear()
         try:
@@ -153,7 +153,21 @@ class GradientCapture:
                     "backward inside the same block, on this model, without reentrant checkpointing "
                     "(use_reentrant=False works)."
                 )
-        return [b.replayed[0] if b.replayed else self.assembler.assemble(b, values, num_examples) for b in reached]
+        return [b.replayed[0] if b.replayed else self._assembled(b, values, num_examples) for b in reached]
+
+    def _heard(self, spec: ParamSpec) -> dict[str, nn.Module]:
+        """Modules whose calls are noted: the model itself and every one that owns an inferred parameter."""
+        return {"": self.model} | {
+            name: module
+            for name, module in self.model.named_modules()
+            if any((f"{name}.{local}" if name else local) in spec.canonical for local in module._parameters)
+        }
+
+    def _check_model(self) -> None:
+        check_model(self.model)
+
+    def _assembled(self, backward: Backward, values: Params, num_examples: int | None) -> RowGroup:
+        return self.assembler.assemble(backward, values, num_examples)
 
     def note_surroundings(self, name: str, announced: bool = False) -> None:
         """Before a call that may have to be made again: autocast and the random state."""
@@ -310,6 +324,7 @@ def _confirm(owner: weakref.ref[GradientCapture], param: Tensor) -> None:
 
 def check_model(model: nn.Module) -> None:
     """Refuse modules under which the examples of a batch have no gradients of their own."""
+    check_tables(model)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise UnsupportedModuleError(
@@ -317,18 +332,13 @@ def check_model(model: nn.Module) -> None:
                 "have no gradients of their own. Put it in eval mode (module.eval()) with running statistics, or "
                 "use GroupNorm or LayerNorm instead."
             )
+
+
+def check_tables(model: nn.Module) -> None:
+    """Refuse embedding tables whose gradient is sparse, or not that of the loss at the sample."""
+    for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad:
             check_embedding(name, module)
-
-
-def _recorded_modules(model: nn.Module, spec: ParamSpec) -> dict[str, nn.Module]:
-    """The model itself and every module that owns an inferred parameter."""
-    found = {"": model}
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        if any(prefix + local in spec.canonical for local in module._parameters):
-            found[name] = module
-    return found
 
 
 def _same_view(a: Tensor, b: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import _checks
+from slangvi._flat import FlatState
 from slangvi._out_of_memory import out_of_memory_advice
 from slangvi._steps import Prior, Rate, Schedule, rate_at, warmed_up
 from slangvi.grads.assemble import Engine
@@ -17,8 +19,9 @@ from slangvi.methods._gather import FactoredGatherer, check_schedule, dense_gath
 from slangvi.methods._gaussian import GaussianState
 from slangvi.types import Params, ParamSpec, Routes, Transform
 
-__all__ = ["Common", "Replay"]
+__all__ = ["Basics", "Common", "Replay"]
 
+AnyState = TypeVar("AnyState", bound=FlatState)
 StateT = TypeVar("StateT", bound=GaussianState)
 # State, batch, generator, α and β (None: as α) → the step, or None when it has to be taken by `update`.
 Replay = Callable[[StateT, Any, torch.Generator | None, float, float | None], tuple[StateT, Any] | None]
@@ -26,8 +29,82 @@ Replay = Callable[[StateT, Any, torch.Generator | None, float, float | None], tu
 Curvature = Callable[[ParamSpec, Tensor, Any], Tensor]
 
 
-class Common:
-    """What every method's `build` is told, checked; `transform` makes pure functions of it and a method's own.
+class Basics:
+    """What `build` is told whatever the method, checked, and the frame around a method's own functions.
+
+    Args:
+        num_data: N.
+        lr: α, a number or a function of the step counted from 1.
+        prior_precision: λ.
+        prior_mean: μ₀.
+        mc_samples: S.
+        temperature: the likelihood is weighed by its inverse.
+        ceiling: what α may not exceed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_data: int,
+        lr: Schedule,
+        prior_precision: Any,
+        prior_mean: Any,
+        mc_samples: int,
+        temperature: float,
+        ceiling: float = math.inf,
+    ) -> None:
+        self.num_data = _checks.count("num_data", num_data, hint="Pass the number of training examples.")
+        self.mc_samples = _checks.count("mc_samples", mc_samples)
+        self.temperature = _checks.number("temperature", temperature, 0.0)
+        check_schedule("lr", lr, ceiling)
+        self._lr, self._ceiling = lr, ceiling
+        self._prior_precision, self._prior_mean = prior_precision, prior_mean
+        self._priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
+
+    def prior_of(self, state: FlatState, like: Tensor | None = None) -> Prior:
+        """λ and μ₀ in the layout of a state, with the dtype and device of its mean or of a tensor like it."""
+        like = state.loc if like is None else like
+        key = (state.spec, like.dtype, like.device)
+        if key not in self._priors:
+            lam = _checks.per_parameter("prior_precision", self._prior_precision, state.spec, like)
+            mean = _checks.per_parameter("prior_mean", self._prior_mean, state.spec, like, positive=False)
+            self._priors[key] = Prior(lam, mean)
+        return self._priors[key]
+
+    def rate(self, step: int) -> float:
+        """α of a step."""
+        return rate_at("lr", self._lr, step, self._ceiling)
+
+    def framed(
+        self,
+        init: Callable[[Params], AnyState],
+        take: Callable[[AnyState, Any, torch.Generator | None], tuple[AnyState, Any]],
+        sample: Callable[..., Any],
+        posterior: Callable[..., Any],
+    ) -> Transform:
+        """A method as pure functions.
+
+        Args:
+            init: params → the state before the first step; the prior is then checked.
+            take: (state, batch, generator) → the next state, and what can be told about it.
+            sample: the method's own.
+            posterior: likewise.
+        """
+
+        def begin(params: Params) -> AnyState:
+            state = init(params)
+            self.prior_of(state)
+            return state
+
+        def advance(state: AnyState, batch: Any, generator: torch.Generator | None = None) -> tuple[AnyState, Any]:
+            with out_of_memory_advice("in a step", state):
+                return take(state, batch, generator)
+
+        return Transform(begin, advance, sample, posterior)
+
+
+class Common(Basics):
+    """What methods that need the gradient of every example are told; `transform` makes pure functions of it.
 
     Args:
         log_likelihood: (params, batch) → (M,).
@@ -68,15 +145,19 @@ class Common:
         routes: Routes | None,
         rank: int = 0,
     ) -> None:
-        self.num_data = _checks.count("num_data", num_data, hint="Pass the number of training examples.")
-        self.mc_samples = _checks.count("mc_samples", mc_samples)
+        super().__init__(
+            num_data=num_data,
+            lr=lr,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            mc_samples=mc_samples,
+            temperature=temperature,
+            ceiling=1.0 if precision_lr is None else math.inf,
+        )
         self.momentum = _checks.number("momentum", momentum, 0.0, 1.0, closed="low")
-        self.temperature = _checks.number("temperature", temperature, 0.0)
         kind = _checks.choice("engine", engine or ("factored" if model else "dense"), ("factored", "dense"))
         if memory_limit is not None:
             memory_limit = _checks.count("memory_limit", memory_limit, hint="It is a number of bytes.")
-        self._ceiling = 1.0 if precision_lr is None else float("inf")
-        check_schedule("lr", lr, self._ceiling)
         check_schedule("precision_lr", precision_lr, 1.0)
         self.factored: FactoredGatherer | None = None
         if kind == "factored":
@@ -86,25 +167,13 @@ class Common:
             checked = _checks.flag("verify", verify)
             self.factored = FactoredGatherer(log_likelihood, model, rank, checked, plan, memory_limit)
         self._gather = self.factored or dense_gatherer(log_likelihood, memory_limit)
-        self._lr, self._precision_lr = lr, precision_lr
+        self._precision_lr = precision_lr
         self._warms_up = _checks.flag("precision_warmup", precision_warmup)
-        self._prior_precision, self._prior_mean = prior_precision, prior_mean
-        self._priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype] | None:
         """Of the parameters that `log_likelihood` is to be called with, by name; None means those of the draws."""
         return None if self.factored is None else self.factored.dtypes
-
-    def prior_of(self, state: GaussianState, like: Tensor | None = None) -> Prior:
-        """λ and μ₀ in the layout of a state, with the dtype and device of its mean or of a tensor like it."""
-        like = state.loc if like is None else like
-        key = (state.spec, like.dtype, like.device)
-        if key not in self._priors:
-            lam = _checks.per_parameter("prior_precision", self._prior_precision, state.spec, like)
-            mean = _checks.per_parameter("prior_mean", self._prior_mean, state.spec, like, positive=False)
-            self._priors[key] = Prior(lam, mean)
-        return self._priors[key]
 
     def transform(
         self,
@@ -127,15 +196,6 @@ class Common:
             replay: takes a whole step in another way, where it can.
         """
 
-        def begin(params: Params) -> StateT:
-            state = init(params)
-            self.prior_of(state)
-            return state
-
-        def advance(state: StateT, batch: Any, generator: torch.Generator | None = None) -> tuple[StateT, Any]:
-            with out_of_memory_advice("in a step", state):
-                return take(state, batch, generator)
-
         def take(state: StateT, batch: Any, generator: torch.Generator | None) -> tuple[StateT, Any]:
             alpha, beta = self._rates(state.step + 1)
             replayed = None if replay is None else replay(state, batch, generator, alpha, beta)
@@ -156,11 +216,11 @@ class Common:
             )
             return new, replace(info, expected_log_likelihood=self.num_data * mean_log_likelihood)
 
-        return Transform(begin, advance, sample, posterior)
+        return self.framed(init, take, sample, posterior)
 
     def _rates(self, step: int) -> tuple[float, float | None]:
         """α and β of a step."""
-        alpha, beta = rate_at("lr", self._lr, step, self._ceiling), self._precision_lr
+        alpha, beta = self.rate(step), self._precision_lr
         if beta is None and not self._warms_up:
             return alpha, None
         plain = alpha if beta is None else rate_at("precision_lr", beta, step, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -25,17 +26,22 @@ __all__ = [
     "GRADIENT_REMEDY",
     "FactoredGatherer",
     "Gatherer",
+    "SumGatherer",
     "check_schedule",
+    "checked_mean",
     "checked_values",
     "dense_gatherer",
     "one_per_example",
     "shapes_of",
+    "sum_gatherer",
     "with_aliases",
 ]
 
 LogLikelihood = Callable[[Params, Any], Tensor]
 # (layout, draws (S, P), batch) → operator with R = S·M rows, and the mean log-likelihood over them.
 Gatherer = Callable[[ParamSpec, Tensor, Any], tuple[GradientOperator, float]]
+# (layout, draws (S, P), batch) → Σ_i g_{i,s} for every draw, (S, P), and the log-likelihoods (S, M).
+SumGatherer = Callable[[ParamSpec, Tensor, Any], tuple[Tensor, Tensor]]
 # The layout, and what decides which layers are called with which shapes.
 Kind = tuple[ParamSpec, object]
 # Steps in a row at which a pass over all draws may disagree before it is left alone.
@@ -62,6 +68,32 @@ def dense_gatherer(log_likelihood: LogLikelihood, memory_limit: int | None) -> G
         return operator, float(torch.stack(values).mean())
 
     return gather
+
+
+def sum_gatherer(log_likelihood: LogLikelihood) -> SumGatherer:
+    """Gradients added up over the examples, all draws in one vmapped backward pass: no row of an example exists."""
+
+    def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        count = batch_size(batch)
+
+        def loss(theta: Tensor) -> tuple[Tensor, Tensor]:
+            values = one_per_example(log_likelihood(spec.unflatten(theta), batch), count)
+            return -values.sum(), values
+
+        graded = torch.func.grad_and_value(loss, has_aux=True)
+        gradients, (_, values) = torch.func.vmap(graded, randomness="different")(thetas)
+        return gradients, values
+
+    return gather
+
+
+def checked_mean(values: Tensor) -> float:
+    """Mean of log-likelihoods (S, M), refused where one is not finite; one look at the device when all is well."""
+    mean = float(values.mean())
+    if not math.isfinite(mean):
+        for row in values:
+            checked_values(row, len(row))
+    return mean
 
 
 class FactoredGatherer:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from slangvi import _checks
 from slangvi._flat import FlatState, state_dtype
 from slangvi._settings import Settings
-from slangvi._steps import ELBO, Prior, Rate
+from slangvi._steps import ELBO, Prior
+from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
 from slangvi.grads.assemble import Engine
+from slangvi.grads.blocks import Settle, cheapest
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
-from slangvi.types import GradientOperator, Params, ParamSpec, Routes
+from slangvi.types import Params, ParamSpec, Routes
 
 __all__ = [
     "GaussianOptimizer",
@@ -24,6 +26,7 @@ __all__ = [
     "Info",
     "Precision",
     "Told",
+    "flat_start",
     "kl_to_prior",
     "place",
     "start",
@@ -112,11 +115,17 @@ def start(params: Params, init_precision: Any) -> tuple[ParamSpec, Tensor, Tenso
     Returns:
         The layout, μ (P,), and the precision of each entry (P,).
     """
+    spec, loc = flat_start(params)
+    return spec, loc, _checks.per_parameter("init_precision", init_precision, spec, loc)
+
+
+def flat_start(params: Params) -> tuple[ParamSpec, Tensor]:
+    """Layout, and the values as one vector (P,) that is a copy."""
     spec = ParamSpec.of(params)
     loc = spec.flatten({name: value.detach() for name, value in params.items()}, state_dtype(list(params.values())))
     if not bool(torch.isfinite(loc).all()):
         raise ValueError("params must be finite, got NaN or Inf. Re-initialise the model.")
-    return spec, loc, _checks.per_parameter("init_precision", init_precision, spec, loc)
+    return spec, loc
 
 
 def place(members: Tensor) -> tuple[tuple[int, ...], str]:
@@ -128,7 +137,9 @@ def place(members: Tensor) -> tuple[tuple[int, ...], str]:
 class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
     """Arguments that optimizers have in common; each one's docstring explains them."""
 
+    rank = 0  # columns of the low-rank factor, for methods that have one
     replays = False  # whether steps can be replayed from graphs
+    _kept = ("generator", "rank")
     _update: Callable[..., tuple[StateT, InfoT]]  # the method's own
 
     def __init__(
@@ -189,18 +200,34 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
         }
         super().__init__(model, params, defaults, settings, generator)
 
-    def _advance(
-        self,
-        state: StateT,
-        gradients: GradientOperator,
-        prior: Prior,
-        lr: Rate,
-        precision_lr: Rate | None,
-        momentum: float | Tensor,
-    ) -> tuple[StateT, InfoT]:
-        size = self.settings.num_data / self.settings.temperature
-        rates = {"lr": lr, "precision_lr": precision_lr, "momentum": momentum}
-        return self._update(state, gradients, num_data=size, prior=prior, **rates)
+    def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
+        hyper, size = self._hyper, self.settings.num_data / self.settings.temperature
+        gradients = FactoredGradients(self._spec, rows, self.rank, self._state.loc, self._routes)
+        alpha, beta = hyper.lr(), hyper.precision_lr(self._warming_step)
+        rates = {"lr": alpha, "precision_lr": beta, "momentum": hyper.momentum()}
+        return self._update(self._state, gradients, num_data=size, prior=hyper.prior(), **rates)
+
+    @property
+    def _warming_step(self) -> int | None:
+        """Number of the step about to be taken, if β is to be warmed up."""
+        return self._state.step + 1 if self.settings.precision_warmup else None
+
+    def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
+        options = self.settings
+        limit, settle = options.memory_limit, self._settle
+        return GradientCapture(
+            self.model, spec, dtype, options.engine, options.verify, memory_limit=limit, settle=settle
+        )
+
+    @property
+    def _routes(self) -> Routes:
+        return self.settings.routes.within(self.settings.memory_limit)
+
+    @property
+    def _settle(self) -> Settle:
+        """How rows are to be kept; holds no reference to the optimizer."""
+        rank, routes = self.rank, self._routes
+        return lambda name, block: cheapest(block, rank, routes, name)
 
     def _draw(self, state: StateT, generator: torch.Generator | None) -> Tensor:
         drawn: Tensor = state.precision.sample((), generator, state.loc)  # type: ignore[attr-defined]

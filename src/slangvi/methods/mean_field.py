@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slangvi._groups import GroupValues
 from slangvi._steps import Prior, Rate, Schedule, lerp, mean_gradient, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
@@ -258,8 +259,8 @@ class VOGN(GaussianOptimizer[State, Info]):
 
     _update = staticmethod(update)
 
-    def _begin(self, params: Params, init_precision: Tensor) -> State:
-        return init(params, init_precision)
+    def _begin(self, params: Params, hyper: GroupValues) -> State:
+        return init(params, hyper.per_parameter("init_precision"))
 
     def _posterior(self, state: State) -> LowRankPrecisionNormal:
         return posterior(state)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slangvi import _checks
+from slangvi._groups import GroupValues
 from slangvi._steps import Prior, Rate, Schedule, lerp, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
@@ -276,8 +277,8 @@ class OnlineEig(GaussianOptimizer[State, Info]):
         self.rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
         super().__init__(model, params, num_data=num_data, momentum=momentum, **options)
 
-    def _begin(self, params: Params, init_precision: Tensor) -> State:
-        return init(params, self.rank, init_precision)
+    def _begin(self, params: Params, hyper: GroupValues) -> State:
+        return init(params, self.rank, hyper.per_parameter("init_precision"))
 
     def _posterior(self, state: State) -> LowRankPrecisionNormal:
         return posterior(state)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import _checks
+from slangvi._groups import GroupValues
 from slangvi._steps import Prior, Rate, Schedule, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
@@ -319,8 +320,8 @@ class SLANG(ReplayingOptimizer[State, Info]):
             generator=generator,
         )
 
-    def _begin(self, params: Params, init_precision: Tensor) -> State:
-        return init(params, self.rank, init_precision)
+    def _begin(self, params: Params, hyper: GroupValues) -> State:
+        return init(params, self.rank, hyper.per_parameter("init_precision"))
 
     def _from_launched(self, running: Launched, prior: Prior) -> tuple[State, Info]:
         return told(running, self._state, prior, lambda _: float("nan"))

@@ -1,0 +1,365 @@
+r"""Bayes by Backprop (Blundell et al. 2015): a mean-field Gaussian, moved by Adam on the reparameterised ELBO.
+
+$$ q(\theta) = \mathcal N\bigl(\mu, \mathrm{diag}(\sigma^2)\bigr), \qquad \theta_s = \mu + \sigma \circ \varepsilon_s,
+   \qquad \sigma = \log(1 + e^\rho) \ \text{ or } \ e^\rho $$
+
+There are choices, and these were made. A draw is shared by the whole batch, as by every other method here; the
+alternatives, draws of each example and the local reparameterisation of activations (Kingma et al. 2015), lower the
+variance of gradients but depend on the layers. S draws are averaged. The KL is the closed form of two Gaussians, not a
+sample of it, and the prior is a Gaussian, not Blundell's mixture of two. Only sums of gradients are needed, so that a
+step costs S passes forward and backward and nothing by example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi._groups import GroupValues
+from slangvi._steps import Prior, Rate, Schedule
+from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.linalg import DiagonalPrecision
+from slangvi.linalg.noise import standard_normal
+from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number, fitted, moved, require_moved
+from slangvi.methods._build import Basics
+from slangvi.methods._gather import checked_mean, sum_gatherer
+from slangvi.methods._gaussian import Info, kl_to_prior, start
+from slangvi.types import Params, ParamSpec, Transform
+
+__all__ = ["BBB", "Info", "Moving", "State", "advanced", "build", "init", "posterior", "sample", "stddev_of", "update"]
+
+# From here on log(1 + exp ρ) is ρ in every dtype; torch's own threshold of 20 would be seen in float64.
+_LINEAR = 40.0
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What the next step needs; leading dimensions are a batch of runs.
+
+    Args:
+        loc: μ, (..., P).
+        rho: ρ, the unconstrained scale, (..., P).
+        loc_momentum: Adam's mean of gradients by μ, (..., P).
+        loc_square: its mean of their squares, (..., P).
+        rho_momentum: the same by ρ, (..., P).
+        rho_square: likewise, (..., P).
+        step: steps taken so far.
+        spec: names and shapes behind the flat vectors.
+        scale: "softplus" or "log", how ρ is to be read.
+    """
+
+    loc: Tensor
+    rho: Tensor
+    loc_momentum: Tensor
+    loc_square: Tensor
+    rho_momentum: Tensor
+    rho_square: Tensor
+    step: int
+    spec: ParamSpec
+    scale: str = "softplus"
+
+    @property
+    def stddev(self) -> Tensor:
+        """σ, (..., P)."""
+        return stddev_of(self.rho, self.scale)
+
+    @cached_property
+    def precision(self) -> DiagonalPrecision:
+        """diag(σ)⁻², with its operations."""
+        return DiagonalPrecision(self.stddev.square().reciprocal())
+
+    @property
+    def moving(self) -> tuple[Moving, Moving]:
+        """μ and ρ with their running means, as `advanced` takes them."""
+        by_loc = Moving(self.loc, self.loc_momentum, self.loc_square)
+        return by_loc, Moving(self.rho, self.rho_momentum, self.rho_square)
+
+
+def init(params: Params, init_precision: Any = 1.0, scale: str = "softplus") -> State:
+    """Start at the given values with σ = `init_precision`^(−½).
+
+    Args:
+        params: name → tensor.
+        init_precision: 1/σ²; number, dict of names or globs, or (P,) tensor.
+        scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ.
+    """
+    _checks.choice("scale", scale, ("softplus", "log"))
+    spec, loc, precision = start(params, init_precision)
+    sigma = precision.rsqrt()
+    rho = sigma.log() if scale == "log" else sigma + torch.log(-torch.expm1(-sigma))
+    return _state_of(Moving.at(loc), Moving.at(rho), 0, spec, scale)
+
+
+def _state_of(loc: Moving, rho: Moving, step: int, spec: ParamSpec, scale: str) -> State:
+    return State(
+        loc.value, rho.value, loc.momentum, loc.square, rho.momentum, rho.square, step=step, spec=spec, scale=scale
+    )
+
+
+def stddev_of(rho: Tensor, scale: str = "softplus") -> Tensor:
+    """σ from the unconstrained ρ, (..., P); looks at no number.
+
+    Args:
+        rho: ρ, (..., P).
+        scale: "softplus" or "log".
+
+    Example:
+        >>> stddev_of(torch.tensor([0.0, -5.0])), stddev_of(torch.zeros(1), "log")
+        (tensor([0.6931, 0.0067]), tensor([1.]))
+    """
+    return F.softplus(rho, threshold=_LINEAR) if scale == "softplus" else rho.exp()
+
+
+def advanced(
+    loc: Moving,
+    rho: Moving,
+    gradients: Tensor,
+    noise: Tensor,
+    *,
+    weight: Number,
+    prior: Prior,
+    lr: Rate | Number,
+    step: int | Tensor,
+    betas: Betas = BETAS,
+    eps: Number = EPS,
+    scale: str = "softplus",
+) -> tuple[Moving, Moving]:
+    r"""The arithmetic of a step. It looks at no number and changes no tensor, so that a CUDA graph can capture it.
+
+    $$ g_\mu = \tfrac NR \textstyle\sum_s g_s + \lambda(\mu - \mu_0), \qquad
+       g_\rho = \Bigl[\tfrac NR \sum_s g_s \circ \varepsilon_s + \lambda\sigma - \sigma^{-1}\Bigr]
+       \circ \frac{\partial\sigma}{\partial\rho} $$
+
+    and a step of Adam on each.
+
+    Args:
+        loc: μ and its running means, (..., P) each.
+        rho: ρ and its running means, likewise.
+        gradients: g_s, the gradient at θ_s of the negative log-likelihood added up over the batch, (S, ..., P).
+        noise: ε_s, (S, ..., P).
+        weight: N/R with R = S·M, divided by the temperature; a number or a tensor (..., 1).
+        prior: λ and μ₀, (P,) or (..., P).
+        lr: α; a number, a tensor (..., 1) with a rate for every run, or a `Rate`.
+        step: t, the number of this step counted from 1; a number or a tensor, () or (..., 1).
+        betas: β₁ and β₂ of Adam.
+        eps: ε of Adam, against gradients of the whole negative ELBO.
+        scale: "softplus" or "log".
+
+    Returns:
+        μ and ρ after the step, with their running means.
+    """
+    sigma, lam, share = stddev_of(rho.value, scale), prior.precision, fitted(weight, loc.value)
+    slope = rho.value.sigmoid() if scale == "softplus" else sigma
+    by_loc = torch.addcmul(share * gradients.sum(0), lam, loc.value - prior.mean)
+    by_sigma = torch.addcmul(share * (gradients * noise).sum(0), lam, sigma)
+    by_rho = slope * by_sigma - slope / sigma
+    options: dict[str, Any] = {"lr": lr, "step": step, "betas": betas, "eps": eps}
+    return moved(loc, by_loc, **options), moved(rho, by_rho, **options)
+
+
+def update(
+    state: State,
+    gradients: Tensor,
+    noise: Tensor,
+    *,
+    num_rows: int,
+    num_data: Number,
+    prior: Prior,
+    lr: Rate | Number,
+    betas: Betas = BETAS,
+    eps: Number = EPS,
+) -> tuple[State, Info]:
+    """One step from the gradients at S draws; leading dimensions of the state are a batch of runs.
+
+    Args:
+        state: before the step; never modified.
+        gradients: the gradient of the negative log-likelihood at each draw, added up over the batch, (S, ..., P).
+        noise: ε, what the draws θ_s = μ + σ∘ε_s were made of, (S, ..., P).
+        num_rows: R = S·M, how many examples at how many draws the gradients were added up over.
+        num_data: N, divided by the temperature if there is one; a number or a tensor (..., 1).
+        prior: λ and μ₀, (P,) or (..., P).
+        lr: α; a number, a tensor (..., 1) with a rate for every run, or a `Rate`.
+        betas: β₁ and β₂ of Adam.
+        eps: ε of Adam.
+
+    Returns:
+        The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
+        that is not finite, which is the one look at the numbers.
+    """
+    step = state.step + 1
+    loc, rho = advanced(
+        *state.moving,
+        gradients,
+        noise,
+        weight=num_data / num_rows,
+        prior=prior,
+        lr=lr,
+        step=step,
+        betas=betas,
+        eps=eps,
+        scale=state.scale,
+    )
+    sums = lambda: (gradients.sum(0), (gradients * noise).sum(0))  # noqa: E731
+    require_moved(step, state.spec, sums, {"mean": loc, "scale": rho})
+    after = _state_of(loc, rho, step, state.spec, state.scale)
+    return after, Info(step, num_rows, _state=after, _prior=prior)
+
+
+def sample(
+    state: State, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
+) -> dict[str, Tensor]:
+    """Draws from q: name → tensor with `sample_shape`, then a batch's dimensions, in front of the parameter's shape."""
+    noise = standard_normal((*sample_shape, *state.loc.shape), state.loc, generator)
+    return state.spec.unflatten(torch.addcmul(state.loc, state.stddev, noise))
+
+
+def posterior(state: State) -> LowRankPrecisionNormal:
+    """Q as a torch distribution over the flat vector, of rank 0."""
+    factor, diag = state.loc.new_zeros(*state.loc.shape, 0), state.precision.diag
+    return LowRankPrecisionNormal(state.loc, factor, diag, validate_args=False, param_spec=state.spec)
+
+
+def build(
+    log_likelihood: Callable[[Params, Any], Tensor],
+    *,
+    num_data: int,
+    lr: Schedule = 1e-3,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    mc_samples: int = 1,
+    init_precision: Any = 1.0,
+    temperature: float = 1.0,
+    scale: str = "softplus",
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = EPS,
+) -> Transform:
+    """Bayes by Backprop as pure functions over an immutable state.
+
+    Args:
+        log_likelihood: (params, batch) → (M,), the log-likelihood of each example; vmap must be able to follow it.
+        num_data: N, examples in the training set.
+        lr: α of Adam, a number or a function of the step counted from 1.
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
+        prior_mean: μ₀, likewise.
+        mc_samples: S, draws of the weights per step, each shared by the whole batch.
+        init_precision: 1/σ² at the start; for networks 100 to 1000, since noise of σ = 1 drowns what they say.
+        temperature: the likelihood is weighed by 1/temperature.
+        scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ: what Adam moves.
+        betas: β₁ and β₂ of Adam.
+        eps: ε of Adam, against gradients of the whole negative ELBO, which grow with N.
+
+    Returns:
+        `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
+        `posterior(state)`.
+
+    Example:
+        >>> def log_likelihood(params, batch):
+        ...     return -0.5 * (batch["y"] - batch["x"] @ params["w"]) ** 2
+        >>> vi = build(log_likelihood, num_data=2, lr=0.1)
+        >>> state = vi.init({"w": torch.zeros(2)})
+        >>> batch = {"x": torch.eye(2), "y": torch.tensor([100.0, -200.0])}
+        >>> state, info = vi.update(state, batch, generator=torch.Generator().manual_seed(0))
+        >>> state.loc, info.num_rows
+        (tensor([ 0.1000, -0.1000]), 2)
+    """
+    basics = Basics(
+        num_data=num_data,
+        lr=lr,
+        prior_precision=prior_precision,
+        prior_mean=prior_mean,
+        mc_samples=mc_samples,
+        temperature=temperature,
+    )
+    _checks.choice("scale", scale, ("softplus", "log"))
+    pair, floor = _checks.betas(betas), _checks.number("eps", eps, 0.0)
+    gather = sum_gatherer(log_likelihood)
+
+    def take(state: State, batch: Any, generator: torch.Generator | None) -> tuple[State, Info]:
+        noise = standard_normal((basics.mc_samples, *state.loc.shape), state.loc, generator)
+        gradients, values = gather(state.spec, torch.addcmul(state.loc, state.stddev, noise), batch)
+        fit = basics.num_data * checked_mean(values)
+        new, info = update(
+            state,
+            gradients,
+            noise,
+            num_rows=values.numel(),
+            num_data=basics.num_data / basics.temperature,
+            prior=basics.prior_of(state),
+            lr=basics.rate(state.step + 1),
+            betas=pair,
+            eps=floor,
+        )
+        return new, replace(info, expected_log_likelihood=fit)
+
+    return basics.framed(lambda params: init(params, init_precision, scale), take, sample, posterior)
+
+
+class BBB(AdamOptimizer[State, Info]):
+    """Bayes by Backprop as a torch optimizer for any module.
+
+    It needs the gradient of each draw only, added up by autograd: no layer is listened to, nothing is computed by
+    example, and batch normalisation may stay in train mode. The model must be called as a whole.
+
+    Args:
+        model: any module; call it with the batch as first dimension.
+        params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
+        num_data: N, examples in the training set.
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
+        init_precision: 1/σ² at the start; number, dict or tensor.
+        prior_mean: μ₀; number, dict or tensor.
+        scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ: what Adam moves.
+        options: lr (1e-3), betas and eps of Adam, and mc_samples, temperature, loss_reduction, accumulation_steps and
+            generator as in `slangvi.SLANG`.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> opt = BBB(model, num_data=100, init_precision=100.0)
+        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+        >>> with opt.sampled_params(train=True):
+        ...     opt.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), y).backward()
+        >>> opt.step()
+        >>> opt.posterior.variance.shape
+        torch.Size([8])
+    """
+
+    _kept = ("generator", "scale")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Any = None,
+        *,
+        num_data: int,
+        prior_precision: Any = 1.0,
+        init_precision: Any = 1.0,
+        prior_mean: Any = 0.0,
+        scale: str = "softplus",
+        **options: Any,
+    ) -> None:
+        self.scale = _checks.choice("scale", scale, ("softplus", "log"))
+        own = {"prior_precision": prior_precision, "prior_mean": prior_mean, "init_precision": init_precision}
+        super().__init__(model, params, own, num_data=num_data, **options)
+
+    def _begin(self, params: Params, hyper: GroupValues) -> State:
+        return init(params, hyper.per_parameter("init_precision"), self.scale)
+
+    def _draw(self, state: State, generator: torch.Generator | None) -> Tensor:
+        self._drawn = standard_normal(tuple(state.loc.shape), state.loc, generator)
+        return torch.addcmul(state.loc, state.stddev, self._drawn)
+
+    def _advance_sums(self, gradients: Tensor, drawn: Tensor, **options: Any) -> tuple[State, Info]:
+        return update(self._state, gradients, drawn, prior=self._hyper.prior(), **options)
+
+    def _posterior(self, state: State) -> LowRankPrecisionNormal:
+        return posterior(state)
+
+    def _kl(self, state: State, prior: Prior) -> float:
+        return float(kl_to_prior(state, prior))
