@@ -1,0 +1,234 @@
+"""The experiment with small networks, on a tiny set: learners, search, resuming, tables, the page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import regressing
+from slangvi import slang
+from slangvi.data import standardise
+from slangvi.experiments import _uci_cells, uci
+from slangvi.experiments._cells import Attempt, Stopped
+from slangvi.experiments._learners import LEARNERS, Cosine, Task
+from slangvi.experiments._regression import batches, network, scores, side_by_side, starts
+from slangvi.experiments._results import Row, read_rows
+from slangvi.experiments._settings import Settings
+from slangvi.experiments.paper import Printed, printed
+
+pytest.importorskip("optuna")
+FAST = {"evaluations": 4, "at_once": 2, "folds": 2, "hidden": 5, "search_draws": 10, "test_draws": 20, "mc_samples": 2}
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    regressing.inject(monkeypatch)
+    chosen = uci.chosen
+    monkeypatch.setattr(uci, "chosen", lambda settings: chosen(settings) | FAST)
+    chance = lambda box, histories, count, seeds, jobs: [  # noqa: E731
+        [tuple(np.random.RandomState(seed + k).uniform(*zip(*box, strict=True))) for k in range(count)]
+        for seed in seeds
+    ]
+    monkeypatch.setattr(_uci_cells, "propose_all", chance)
+    return Settings(out=tmp_path / "results", epochs=3, splits=2, command="slangvi reproduce uci")
+
+
+def task(count=2, steps=200, **settings):
+    data = regressing.tiny()
+    problems = side_by_side([standardise(data, data.splits[k]) for k in range(count)], "cpu")
+    common = uci.chosen(Settings()) | {"hidden": 8} | settings
+    begin = lambda member: starts(2, 8, [10 * member + k for k in range(count)])  # noqa: E731
+    generator = torch.Generator().manual_seed(0)
+    tau = torch.full((count,), 30.0)
+    model = network(2, 8)
+    return Task(model, begin, problems.num_train, tau, torch.ones(count), 10, steps, common, generator), problems
+
+
+@pytest.mark.parametrize("method", LEARNERS)
+def test_every_method_learns(method):
+    job, problems = task(lr=0.2, precision_lr=0.05, dropout_rate=0.01)  # so that few steps suffice
+    learner = LEARNERS[method](job)
+    before = scores(job.model, learner.draw, 50, problems, job.tau)
+    for _ in range(66):
+        for x, y in batches(problems, 10, job.generator):
+            learner.step(x, y)
+    after = scores(job.model, learner.draw, 50, problems, job.tau)
+    assert bool((after.rmse < 0.6 * before.rmse).all())
+    draws = learner.draw(100)
+    assert draws["0.weight"].shape == (2, 100, 8, 2)
+    spread = float(draws["0.weight"].std(1).mean())
+    assert spread > 0.0
+
+
+@pytest.mark.parametrize("method", LEARNERS)
+def test_a_learner_goes_on_to_the_last_bit_from_what_it_kept(method):
+    job, problems = task(steps=9)
+    first = LEARNERS[method](job)
+    for x, y in batches(problems, 10, job.generator):
+        first.step(x, y)
+    kept, random = {name: value.copy() for name, value in first.arrays().items()}, job.generator.get_state()
+    second = LEARNERS[method](job)
+    second.restore(kept)
+    ends = []
+    for learner in (first, second):
+        job.generator.set_state(random)
+        for x, y in batches(problems, 10, job.generator):
+            learner.step(x, y)
+        ends.append((learner.draw(2), learner.arrays()))
+    assert all(torch.equal(ends[0][0][name], ends[1][0][name]) for name in ends[0][0])
+    assert all(np.array_equal(ends[0][1][name], ends[1][1][name]) for name in ends[0][1])
+
+
+def test_members_of_an_ensemble_differ_and_take_turns():
+    job, _ = task()
+    drawn = LEARNERS["ensemble_5"](job).draw(10)["0.weight"]
+    assert len({tuple(one.flatten().tolist()) for one in drawn[0]}) == 5
+    assert torch.equal(drawn[:, :5], drawn[:, 5:])
+    assert torch.equal(drawn[:, 0], starts(2, 8, [0, 1])["0.weight"])
+
+
+def test_slang_is_that_of_a_single_run():
+    job, problems = task(count=1, steps=4)
+    learner = LEARNERS["slang_1"](job)
+    source = torch.Generator().manual_seed(0)
+    s = job.settings
+    vi = slang.build(
+        lambda params, batch: job.log_likelihood(params, batch, job.tau[0]),
+        num_data=38,
+        rank=1,
+        lr=Cosine(s["lr"], 4),
+        precision_lr=Cosine(s["precision_lr"], 4),
+        prior_precision={"*.bias": 1e-6, "*": 1.0},
+        init_precision=s["init_precision"],
+        mc_samples=s["mc_samples"],
+    )
+    state = vi.init({name: value[0] for name, value in job.starts(0).items()})
+    pieces = [(problems.x_train[:, k : k + 10], problems.y_train[:, k : k + 10]) for k in (0, 10, 20)]
+    for x, y in pieces:
+        learner.step(x, y)
+        state, _ = vi.update(state, (x[0], y[0]), generator=source)
+    torch.testing.assert_close(learner.state.loc[0], state.loc, rtol=1e-5, atol=1e-5)
+
+
+def test_tables_and_how_they_came_about(settings):
+    outcome = uci.run(replace(settings, datasets=("yacht", "energy"), methods=("slang_1", "bbb")))
+    rows = read_rows(settings.out / "uci.csv")
+    assert [row[:3] for row in outcome.rows] == [row[:3] for row in rows]
+    assert len(rows) == 2 * 2 * 2
+    assert all(np.isfinite(row.mean) and row.n == 2 for row in rows)
+    for row in rows:
+        higher = row.metric == "test_log_likelihood"
+        assert row.worst <= row.median if higher else row.worst >= row.median
+    lines = (settings.out / "uci-splits.csv").read_text().splitlines()
+    assert lines[0] == "dataset,method,split,test_rmse,test_log_likelihood,log_tau,log_lambda"
+    assert len(lines) == 1 + 2 * 2 * 2
+    about = json.loads((settings.out / "uci.json").read_text())
+    assert about["settings"]["epochs"] == 3
+    assert set(about["cells"]) == {f"{d} {m}" for d in ("yacht", "energy") for m in ("slang_1", "bbb")}
+    box = _uci_cells.SETS["energy"].box
+    for line in lines[1:]:
+        name, _, _, _, _, tau, lam = line.split(",")
+        if name == "energy":
+            assert box.log_tau[0] <= float(tau) <= box.log_tau[1]
+            assert box.log_lambda[0] <= float(lam) <= box.log_lambda[1]
+
+
+def test_the_best_point_of_every_split_is_taken(settings):
+    uci.run(replace(settings, datasets=("yacht",), methods=("bbb",)))
+    (path,) = (settings.cells / "uci").glob("yacht-bbb-*.npz")
+    kept = np.load(path)
+    assert kept["search_values"].shape == (4, 2)
+    best = kept["search_values"].argmax(0)
+    for split in range(2):
+        assert kept["log_tau"][split] == kept["search_points"][best[split], split, 0]
+        assert kept["log_lambda"][split] == kept["search_points"][best[split], split, 1]
+
+
+@pytest.mark.parametrize("method", ["slang_1", "mc_dropout"])
+def test_a_run_stopped_anywhere_ends_where_it_would_have(settings, method):
+    (cell,) = uci.plan(uci.chosen(settings), ["yacht"], [method])
+    straight = _uci_cells.compute_cell(cell, Attempt(cell, settings.out / "a", lambda done, steps: False))
+    stops = iter([2, 4, 8])
+    left = [next(stops)]
+
+    def report(done, steps):
+        assert steps == 3 * 3
+        if left and done == left[0]:
+            left[0] = next(stops, 0)
+            return True
+        return False
+
+    for _ in range(3):
+        with pytest.raises(Stopped):
+            _uci_cells.compute_cell(cell, Attempt(cell, settings.out / "b", report))
+    resumed = _uci_cells.compute_cell(cell, Attempt(cell, settings.out / "b", report))
+    assert all(np.array_equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_failed_evaluation_is_bad_but_not_endlessly_bad(settings, monkeypatch):
+    seen = []
+
+    def spy(box, histories, count, seeds, jobs):
+        seen.append(histories)
+        return [[(-1.0, 0.0)] * count for _ in seeds]
+
+    monkeypatch.setattr(_uci_cells, "propose_all", spy)
+    real = _uci_cells.scores
+
+    def broken(*args):
+        found = real(*args)
+        found.log_likelihood[:2] = torch.nan  # both folds of the first point of the first split
+        return found
+
+    monkeypatch.setattr(_uci_cells, "scores", broken)
+    (cell,) = uci.plan(uci.chosen(settings), ["yacht"], ["bbb"])
+    _uci_cells.compute_cell(cell, Attempt(cell, settings.out, lambda done, steps: False))
+    values = [value for _, value in seen[1][0]]
+    assert values[0] == pytest.approx(values[1] - 5.0)
+
+
+def test_the_rate_falls_along_a_half_cosine():
+    rate = Cosine(0.4, 10)
+    assert [rate(t) for t in (5, 10, 99)] == pytest.approx([0.2, 0.0004, 0.0004])
+    assert rate(1) == pytest.approx(0.4 * (1 + np.cos(np.pi / 10)) / 2)
+
+
+def test_a_shorter_run_does_not_replace_a_longer_one(settings):
+    uci.run(replace(settings, datasets=("yacht",), methods=("bbb",)))
+    with pytest.raises(ValueError, match="from a run of 3 epochs and 2 splits"):
+        uci.run(replace(settings, datasets=("yacht",), methods=("bbb",), epochs=2))
+
+
+def test_the_page_says_where_ours_is_as_good(settings, tmp_path):
+    uci.run(replace(settings, datasets=("yacht",), methods=("slang_1", "ensemble_5")))
+    text, pictures = uci.section(settings.out, tmp_path)
+    assert "| Yacht, slang_1 | 1.08 ± 0.06 |" in text
+    assert "| Yacht, ensemble_5 |  |" in text
+    assert "slang_1, RMSE: as good as the paper's on" in text
+    assert pictures == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "mean", "expected"),
+    [
+        ("test_rmse", 1.0, "✓ better"),
+        ("test_rmse", 1.13, "✓"),
+        ("test_rmse", 1.15, "✗"),
+        ("test_log_likelihood", 1.15, "✓ better"),
+        ("test_log_likelihood", 1.03, "✓"),
+        ("test_log_likelihood", 1.0, "✗"),
+    ],
+)
+def test_verdicts_know_which_way_is_better(metric, mean, expected):
+    row = Row("yacht", metric, "slang_1", mean, 0.1, mean, mean, 20)
+    assert uci._verdict(row, Printed(1.08, 0.06, 0.01)) == expected
+
+
+def test_the_papers_table_is_there():
+    paper = printed("uci")
+    assert paper["boston", "test_rmse", "slang_1"] == Printed(3.21, 0.19, 0.01)
+    assert {key[0] for key in paper} == set(uci.DATASETS)
