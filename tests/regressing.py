@@ -25,7 +25,7 @@ def tiny(name: str = "yacht", n: int = 43) -> Regression:
 
 def inject(monkeypatch: pytest.MonkeyPatch) -> None:
     """All names stand for the tiny set."""
-    from slangvi.experiments import _uci_cells, uci
+    from slangvi.experiments import _uci_cells, _uci_tables
 
-    for module in (_uci_cells, uci):
+    for module in (_uci_cells, _uci_tables):
         monkeypatch.setattr(module, "load_uci", tiny)

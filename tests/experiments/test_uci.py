@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import regressing
-from slangvi import slang
+from slangvi import replicas, slang
 from slangvi.data import standardise
-from slangvi.experiments import _uci_cells, uci
+from slangvi.experiments import _uci_cells, uci, uci_stability
 from slangvi.experiments._cells import Attempt, Stopped
 from slangvi.experiments._learners import LEARNERS, Cosine, Task
 from slangvi.experiments._regression import batches, network, scores, side_by_side, starts
@@ -232,3 +232,41 @@ def test_the_papers_table_is_there():
     paper = printed("uci")
     assert paper["boston", "test_rmse", "slang_1"] == Printed(3.21, 0.19, 0.01)
     assert {key[0] for key in paper} == set(uci.DATASETS)
+
+
+def test_recipes_are_judged_on_data_held_out_of_the_training_part(settings, monkeypatch, tmp_path):
+    seen = []
+    real = _uci_cells.standardise
+    monkeypatch.setattr(_uci_cells, "standardise", lambda data, pair: seen.append(pair) or real(data, pair))
+    outcome = uci_stability.run(replace(settings, datasets=("boston",), methods=("ours", "cold")))
+    data = regressing.tiny()
+    assert len(seen) == 2 * 2
+    for k, pair in enumerate(seen):
+        train = set(data.splits[k % 2].train.tolist())
+        assert set(pair.train.tolist()) | set(pair.test.tolist()) == train
+    assert [row.metric for row in outcome.rows] == ["validation_rmse"] * 2 + ["validation_log_likelihood"] * 2
+    text, _ = uci_stability.section(settings.out, tmp_path)
+    assert "| ours | 0.05 | 0.02 | 10 | ✓ | α, β |" in text
+    assert "| cold | 0.05 | 0.02 | 10 |  | α, β |" in text
+
+
+@pytest.mark.parametrize("name", uci_stability.RECIPES)
+def test_a_recipe_is_what_the_learner_is_given(name, monkeypatch):
+    seen = {}
+    real = replicas.build
+    monkeypatch.setattr(replicas, "build", lambda *args, **options: seen.update(options) or real(*args, **options))
+    recipe = uci_stability.RECIPES[name]
+    job, _ = task(**uci_stability._plain(recipe))
+    LEARNERS["slang_1"](job)
+    assert seen["precision_warmup"] is recipe.precision_warmup
+    assert seen["init_precision"] == recipe.init_precision
+    for rate in ("lr", "precision_lr"):
+        falls = isinstance(seen[rate], Cosine)
+        assert falls == (rate in recipe.falls)
+        assert (seen[rate].lr if falls else seen[rate]) == getattr(recipe, rate)
+
+
+def test_ours_is_what_the_table_uses():
+    common, recipe = uci.chosen(Settings()), uci_stability.RECIPES["ours"]
+    assert (common["lr"], common["precision_lr"], common["init_precision"]) == recipe[:3]
+    assert recipe[3:] == (True, ("lr", "precision_lr"))  # the defaults of the learner

@@ -16,6 +16,7 @@ EXPERIMENTS = {
     "logreg-covariance": "Means, variances and covariances of the posteriors, and the table of the bias.",
     "logreg-convergence": "How fast the methods converge, ten seeds on one split.",
     "uci": "Regression with small networks on eight UCI sets, with a search for noise and prior.",
+    "uci-stability": "What makes training of these networks fail, and what prevents it.",
 }
 
 

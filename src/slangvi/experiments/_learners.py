@@ -127,13 +127,18 @@ class LowRank:
 
     def __init__(self, task: Task, rank: int) -> None:
         self.generator, settings = task.generator, task.settings
+        falls = settings.get("falls", ("lr", "precision_lr"))
+        rates: dict[str, Any] = {
+            name: Cosine(settings[name], task.steps) if name in falls else settings[name]
+            for name in ("lr", "precision_lr")
+        }
         self.runs = replicas.build(
             task.log_likelihood,
             num_replicas=len(task.tau),
             num_data=task.num_data.tolist(),
             rank=rank,
-            lr=Cosine(settings["lr"], task.steps),
-            precision_lr=Cosine(settings["precision_lr"], task.steps),
+            **rates,
+            precision_warmup=settings.get("precision_warmup", True),
             prior_precision=task.prior.precision,
             mc_samples=settings["mc_samples"],
             init_precision=settings["init_precision"],

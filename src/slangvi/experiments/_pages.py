@@ -46,6 +46,8 @@ METRICS = {
     "bias_variance": "variance of the bias",
     "test_rmse": "RMSE",
     "test_log_likelihood": "log-likelihood",
+    "validation_rmse": "RMSE, held out",
+    "validation_log_likelihood": "log-likelihood, held out",
 }
 # Mean field in reds, SLANG from light to dark blue as its rank grows, OnlineEig in greens, full Gaussians in greys.
 COLORS = {

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from slangvi._environment import environment
-from slangvi.data import load_uci
 from slangvi.experiments import _pages
-from slangvi.experiments._cells import Cell, Stored, read_cell
+from slangvi.experiments._cells import Cell
 from slangvi.experiments._learners import LEARNERS
-from slangvi.experiments._logistic_tables import Finished, Outcome, refuse_smaller
-from slangvi.experiments._results import Row, aggregate, read_rows, refuse_shorter, write_about, write_rows, write_table
-from slangvi.experiments._runner import Progress, run_cells
+from slangvi.experiments._logistic_tables import Outcome
+from slangvi.experiments._results import Row, read_rows
+from slangvi.experiments._runner import Progress
 from slangvi.experiments._settings import Settings, choose
 from slangvi.experiments._uci_cells import METRICS, SETS, settings_of
+from slangvi.experiments._uci_tables import HIGHER, run_table
 from slangvi.experiments.paper import Printed, printed
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]
@@ -26,7 +24,7 @@ TITLE = "Regression with networks (UCI)"
 DATASETS = tuple(SETS)
 METHODS = tuple(LEARNERS)
 SPLITS = 20
-COLUMNS = ("dataset", "method", "split", *METRICS, "log_tau", "log_lambda")
+COLUMNS = (*METRICS, "log_tau", "log_lambda")
 # Raised when the same settings would give other numbers.
 EDITION = 1
 ABOUT = """\
@@ -44,7 +42,6 @@ maximum a posteriori) are not in the paper.
 A number is the mean over splits ± its standard error. ✓ means at least as good as the paper's, up to one standard
 error of its own; *better* that it is strictly better.
 """
-_HIGHER = {"test_log_likelihood"}
 
 
 def chosen(settings: Settings) -> dict[str, Any]:
@@ -91,55 +88,11 @@ def _cost(dataset: str, method: str) -> float:
 
 def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome:
     """Train what is not trained yet, and write the tables."""
-    start, common = perf_counter(), chosen(settings)
+    common = chosen(settings)
     datasets = choose("dataset", settings.datasets, DATASETS)
     methods = choose("method", settings.methods, METHODS)
-    wanted, every = plan(common, datasets, methods), plan(common, DATASETS, METHODS)
-    about = settings.out / f"{NAME}.json"
-    refuse_shorter(about, common["epochs"], len(common["splits"]))
-    refuse_smaller(about, [*wanted, *(cell for cell, _ in _finished(every, settings))])
-    for dataset in datasets:
-        load_uci(dataset)  # a missing or damaged file is told before anything is computed
-    run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
-    return _save(_finished(every, settings), common, settings, start)
-
-
-def _finished(cells: Sequence[Cell], settings: Settings) -> list[Finished]:
-    found = ((cell, read_cell(cell, settings.cells)) for cell in cells)
-    return [Finished(cell, stored) for cell, stored in found if stored is not None]
-
-
-def _save(cells: Sequence[Finished], common: dict[str, Any], settings: Settings, start: float) -> Outcome:
-    rows = [
-        aggregate(cell.dataset, metric, cell.method, stored.arrays[metric], min if metric in _HIGHER else max)
-        for metric in METRICS
-        for cell, stored in cells
-    ]
-    lines = [line for cell, stored in cells for line in _split_lines(cell, stored)]
-    machine = environment(settings.command, settings.device, sum(stored.about["seconds"] for _, stored in cells))
-    about = {
-        "experiment": NAME,
-        **machine,
-        "jobs": settings.jobs,
-        "wall_seconds": round(perf_counter() - start, 1),
-        "seed": settings.seed,
-        "settings": {"quick": settings.quick, **common, "splits": len(common["splits"])},
-        "cells": {cell.label: {"seconds": round(stored.about["seconds"], 1)} for cell, stored in cells},
-    }
-    paths = [settings.out / f"{NAME}{end}" for end in (".csv", "-splits.csv", ".json")]
-    write_rows(paths[0], rows)
-    write_table(paths[1], COLUMNS, lines)
-    write_about(paths[2], about)
-    return Outcome(rows, paths)
-
-
-def _split_lines(cell: Cell, stored: Stored) -> list[tuple[Any, ...]]:
-    """Metrics and the chosen point of every split."""
-    values = [stored.arrays[name] for name in COLUMNS[3:]]
-    return [
-        (cell.dataset, cell.method, split, *(float(value[k]) for value in values))
-        for k, split in enumerate(cell.settings["splits"])
-    ]
+    cells = plan(common, datasets, methods), plan(common, DATASETS, METHODS)
+    return run_table(NAME, *cells, COLUMNS, common, settings, progress)
 
 
 # ---- the page
@@ -171,7 +124,7 @@ def _table(rows: Sequence[Row], paper: dict[tuple[str, str, str], Printed]) -> s
 
 def gain(row: Row, there: Printed) -> float:
     """How much better ours is, in the metric's units."""
-    return (row.mean - there.mean) * (1.0 if row.metric in _HIGHER else -1.0)
+    return (row.mean - there.mean) * (1.0 if row.metric in HIGHER else -1.0)
 
 
 def _verdict(row: Row, there: Printed) -> str:
