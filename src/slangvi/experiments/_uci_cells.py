@@ -114,14 +114,14 @@ class _Run:
             for k in range(len(self.splits))
         ]
         seeds = [self._seed(f"search {number} {split}") % 2**31 for split in self.splits]
-        jobs = max(1, len(os.sched_getaffinity(0)) - 1)
-        found = propose_all(SETS[self.cell.dataset].box, pairs, count, seeds, jobs if self._alone else 1)
+        found = propose_all(SETS[self.cell.dataset].box, pairs, count, seeds, self._spare_cores)
         return np.array(found).transpose(1, 0, 2)
 
     @property
-    def _alone(self) -> bool:
-        """Whether there are cores to spare: on a GPU cells run one after the other."""
-        return str(self.settings["device"]).startswith("cuda")
+    def _spare_cores(self) -> int:
+        """For proposals: on a CPU every core has a cell of its own, on a GPU a few cells share many."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // 3) if str(self.settings["device"]).startswith("cuda") else 1
 
     def final(self) -> Arrays:
         """Train with the best point of every split on all of its training part, and test."""
