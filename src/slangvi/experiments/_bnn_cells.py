@@ -75,7 +75,7 @@ class _Run:
         self.problems = load(cell.dataset, self.settings["splits"], self.settings["device"])
         self.generator = torch.Generator(self.settings["device"]).manual_seed(self._seed(cell.method))
         self.task = self._task()
-        self.learner = GAUSSIANS[cell.method](self.task)
+        self.learner = GAUSSIANS[self.settings.get("learner", cell.method)](self.task)
         self.marks = trace_steps(self.task.steps, self.settings["trace_points"])
         self.epoch = self.step = 0
         self.seen: list[Measured] = []

@@ -58,6 +58,7 @@ COLORS = {
     "mf_hess": "#d7301f",
     "mf_exact": "#7f0000",
     "bbb": "#d7301f",
+    "bbb_narrow": "#fc8d59",
     "slang_1": "#6baed6",
     "slang_2": "#4292c6",
     "slang_5": "#2171b5",
