@@ -8,22 +8,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slangvi import bbb, mc_dropout, replicas
 from slangvi._steps import Prior
+from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.experiments._cells import Arrays
 from slangvi.methods._graph_capture import aside, capture_graph
 from slangvi.types import ParamSpec
 
-__all__ = ["LEARNERS", "Cosine", "Learner", "Task"]
+__all__ = ["GAUSSIANS", "LEARNERS", "Cosine", "GaussianLearner", "Learner", "Task", "bernoulli", "gaussian"]
 
 # Prior precision of biases, as in the paper.
 BIAS_PRECISION = 1e-6
+# Rates that fall unless a method's settings say which do.
+FALLS = ("lr", "precision_lr", "adam_lr")
+# Outputs, targets and noise precision, of shapes that broadcast → log-likelihood of each.
+LogProb = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def gaussian(outputs: Tensor, y: Tensor, tau: Tensor) -> Tensor:
+    """Real targets around the outputs, with variance 1/τ."""
+    return 0.5 * (tau.log() - math.log(2 * math.pi) - tau * (y - outputs).square())
+
+
+def bernoulli(outputs: Tensor, y: Tensor, tau: Tensor) -> Tensor:
+    """Classes 0 and 1 from logits, which have no noise beside them: τ is not looked at."""
+    return -F.softplus((1.0 - 2.0 * y) * outputs)
 
 
 class Cosine:
@@ -57,6 +74,7 @@ class Task:
         steps: in all.
         settings: rates and the like, of the method.
         generator: source of all that is random, on the device.
+        log_prob: how outputs explain targets; with `bernoulli`, `tau` is ones.
     """
 
     model: nn.Module
@@ -68,6 +86,7 @@ class Task:
     steps: int
     settings: Mapping[str, Any]
     generator: torch.Generator
+    log_prob: LogProb = gaussian
 
     @property
     def device(self) -> torch.device:
@@ -90,15 +109,20 @@ class Task:
         spec = self.spec
         bias = torch.cat([torch.full((s.stop - s.start,), name.endswith("bias")) for name, s in spec.slices.items()])
         bias = bias.to(self.device)
-        lam = torch.where(bias, BIAS_PRECISION, self.prior_precision.unsqueeze(1))
+        least = self.settings.get("bias_prior_precision", BIAS_PRECISION)
+        lam = torch.where(bias, least, self.prior_precision.unsqueeze(1))
         return Prior(lam, torch.zeros_like(lam))
 
     def log_likelihood(self, params: Any, batch: Any, tau: Tensor) -> Tensor:
         """Of the examples of one network, (M,)."""
         x, y = batch
         outputs: Tensor = torch.func.functional_call(self.model, dict(params), (x,))
-        found: Tensor = 0.5 * (tau.log() - math.log(2 * math.pi) - tau * (y - outputs).square())
-        return found
+        return self.log_prob(outputs, y, tau)
+
+    def rate(self, name: str) -> Cosine | float:
+        """A rate of the method's: constant, or falling over all steps."""
+        lr = float(self.settings[name])
+        return Cosine(lr, self.steps) if name in self.settings.get("falls", FALLS) else lr
 
 
 class Learner(Protocol):
@@ -117,6 +141,13 @@ class Learner(Protocol):
         """Go on from there."""
 
 
+class GaussianLearner(Learner, Protocol):
+    """K networks in training, each with a Gaussian over its weights."""
+
+    def posterior(self) -> LowRankPrecisionNormal:
+        """All q, with batch shape (K,); their means are NaN where training met NaN or Inf."""
+
+
 class LowRank:
     """SLANG.
 
@@ -127,17 +158,13 @@ class LowRank:
 
     def __init__(self, task: Task, rank: int) -> None:
         self.generator, settings = task.generator, task.settings
-        falls = settings.get("falls", ("lr", "precision_lr"))
-        rates: dict[str, Any] = {
-            name: Cosine(settings[name], task.steps) if name in falls else settings[name]
-            for name in ("lr", "precision_lr")
-        }
         self.runs = replicas.build(
             task.log_likelihood,
             num_replicas=len(task.tau),
             num_data=task.num_data.tolist(),
             rank=rank,
-            **rates,
+            lr=task.rate("lr"),
+            precision_lr=task.rate("precision_lr"),
             precision_warmup=settings.get("precision_warmup", True),
             prior_precision=task.prior.precision,
             mc_samples=settings["mc_samples"],
@@ -155,6 +182,12 @@ class LowRank:
     def draw(self, count: int) -> dict[str, Tensor]:
         """See `Learner`."""
         return self.runs.sample(self.state, (count,), self.generator)
+
+    def posterior(self) -> LowRankPrecisionNormal:
+        """See `GaussianLearner`."""
+        q, lost = self.runs.posterior(self.state), self.state.failed.unsqueeze(1)
+        loc = q.loc.masked_fill(lost.to(q.loc.device), torch.nan)  # they stand still, which would look like an end
+        return LowRankPrecisionNormal(loc, q.prec_factor, q.prec_diag, validate_args=False)
 
     _KEPT = ("loc", "prec_factor", "prec_diag", "momentum", "step", "failed")
 
@@ -174,7 +207,7 @@ class _ByAdam:
 
     def __init__(self, task: Task) -> None:
         self.task, self.generator, self.spec = task, task.generator, task.spec
-        self.prior, self.rate = task.prior, Cosine(task.settings["adam_lr"], task.steps)
+        self.prior, self.rate = task.prior, task.rate("adam_lr")
         self.weight = (task.num_data.to(task.device) / (task.batch * self.draws)).to(task.tau.dtype).unsqueeze(1)
         self.taken = 0
         self.lr = torch.zeros((), device=task.device)
@@ -191,7 +224,7 @@ class _ByAdam:
     def step(self, x: Tensor, y: Tensor) -> None:
         """See `Learner`."""
         self.taken += 1
-        self.lr.fill_(self.rate(self.taken))
+        self.lr.fill_(self.rate(self.taken) if callable(self.rate) else self.rate)
         given = [x, y, *self.chance()]
         if not self.given:
             self.given = [torch.empty_like(value) for value in given]
@@ -227,8 +260,8 @@ class _ByAdam:
             return torch.autograd.grad(energy(leaf).sum(), leaf)[0]
 
     def misfit(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Negative log-likelihood up to a constant, for outputs (..., K, M)."""
-        return 0.5 * self.task.tau.unsqueeze(1) * (y - outputs).square()
+        """Negative log-likelihood, for outputs (..., K, M)."""
+        return -self.task.log_prob(outputs, y, self.task.tau.unsqueeze(1))
 
     def arrays(self) -> Arrays:
         """See `Learner`."""
@@ -284,6 +317,10 @@ class Reparameterised(_ByAdam):
         loc, sigma = self.kept["loc"], bbb.stddev_of(self.kept["rho"], "softplus")
         noise = torch.randn((count, *loc.shape), generator=self.generator, device=loc.device)
         return self.spec.unflatten((loc + sigma * noise).transpose(0, 1))
+
+    def posterior(self) -> LowRankPrecisionNormal:
+        """See `GaussianLearner`."""
+        return bbb.posterior(bbb.State(**self.kept, step=self.taken, spec=self.spec, scale="softplus"))
 
 
 class Dropped(_ByAdam):
@@ -382,11 +419,12 @@ def _masked_call(model: nn.Module, spec: ParamSpec) -> Callable[[Tensor, Tensor,
     return call
 
 
-LEARNERS: dict[str, Callable[[Task], Learner]] = {
-    "slang_1": lambda task: LowRank(task, 1),
-    "slang_8": lambda task: LowRank(task, 8),
-    "slang_32": lambda task: LowRank(task, 32),
+GAUSSIANS: dict[str, Callable[[Task], GaussianLearner]] = {
+    **{f"slang_{rank}": partial(LowRank, rank=rank) for rank in (1, 8, 16, 32)},
     "bbb": Reparameterised,
+}
+LEARNERS: dict[str, Callable[[Task], Learner]] = {
+    **{name: GAUSSIANS[name] for name in ("slang_1", "slang_8", "slang_32", "bbb")},
     "mc_dropout": lambda task: Dropped(task, task.settings["dropout_rate"]),
     "ensemble_5": lambda task: Ensemble(task, 5),
 }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slangvi.experiments._agreement import Verdict
-from slangvi.experiments._results import read_about
+from slangvi.experiments._results import Row, read_about
 
 __all__ = [
     "COLORS",
@@ -16,11 +17,13 @@ __all__ = [
     "METRICS",
     "comparison",
     "curve",
+    "ends",
     "figure",
     "image",
     "made_by",
     "markdown",
     "number",
+    "panels",
     "save",
 ]
 
@@ -54,10 +57,15 @@ COLORS = {
     "mf_ef": "#fc8d59",
     "mf_hess": "#d7301f",
     "mf_exact": "#7f0000",
+    "bbb": "#d7301f",
+    "bbb_narrow": "#fc8d59",
     "slang_1": "#6baed6",
     "slang_2": "#4292c6",
     "slang_5": "#2171b5",
     "slang_10": "#08306b",
+    "slang_8": "#6baed6",
+    "slang_16": "#2171b5",
+    "slang_32": "#08306b",
     "online_eig_1": "#74c476",
     "online_eig_2": "#31a354",
     "online_eig_5": "#006d2c",
@@ -173,3 +181,40 @@ def curve(axes: Any, lines: Sequence[Mapping[str, str]], method: str, deviations
         half = [deviations * e * int(line["n"]) ** 0.5 for e, line in zip(error, lines, strict=True)]
         low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, color=COLORS[method], alpha=0.2, lw=0)
+
+
+def panels(traces: Sequence[Mapping[str, str]], methods: Sequence[str], label: str, path: Path) -> None:
+    """Convergence on every data set side by side: means, and bands of ± 2 standard deviations.
+
+    Args:
+        traces: lines of a table of traces, of one metric.
+        methods: those to draw.
+        label: of the metric.
+        path: of the picture.
+    """
+    datasets = list(dict.fromkeys(line["dataset"] for line in traces))
+    drawn = figure(3.6 * len(datasets), 3.4)
+    for axes, dataset in zip(drawn.subplots(1, len(datasets), squeeze=False)[0], datasets, strict=True):
+        for method in methods:
+            mine = [line for line in traces if (line["dataset"], line["method"]) == (dataset, method)]
+            if mine:
+                curve(axes, mine, method, deviations=2.0)
+        means = (float(line["mean"]) for line in traces if line["dataset"] == dataset)
+        lowest = min(filter(math.isfinite, means), default=1.0)
+        axes.set(xscale="log", yscale="log", xlabel="iterations", title=DATASETS[dataset])
+        axes.set_ylim(bottom=0.9 * lowest)  # a band may reach below zero, where a logarithm does not
+        axes.grid(alpha=0.3, which="both")
+    drawn.axes[0].set_ylabel(label)
+    drawn.axes[0].legend(fontsize=8)
+    save(drawn, path)
+
+
+def ends(rows: Sequence[Row], label: str) -> str:
+    """Where all methods ended with one metric, a line for every data set."""
+    methods = list(dict.fromkeys(row.method for row in rows))
+    found = {(row.dataset, row.method): number(row.mean, row.standard_error, 1e-4) for row in rows}
+    lines = [
+        [DATASETS[dataset], *(found.get((dataset, method), "") for method in methods)]
+        for dataset in dict.fromkeys(row.dataset for row in rows)
+    ]
+    return markdown([label, *methods], lines)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from slangvi.data import Standardised
 
-__all__ = ["Problems", "Scores", "batches", "network", "scores", "side_by_side", "starts"]
+__all__ = ["Problems", "Scores", "batches", "network", "outputs_of", "portions", "scores", "side_by_side", "starts"]
 
 # Entries of outputs and hidden units that are held at once while predicting.
 _AT_ONCE = 1 << 27
@@ -119,21 +119,26 @@ def scores(
         tau: noise precision on the standardised scale, (K,).
     """
     y, real = problems.y_test, problems.real
-    most = max(1, _AT_ONCE // (y.numel() * sum(p.shape[0] for p in model.parameters() if p.ndim > 1)))
     total, density = torch.zeros_like(y), torch.full_like(y, -torch.inf)
-    for first in range(0, draws, most):
-        outputs = _outputs(model, draw(min(most, draws - first)), problems.x_test)
+    for count in portions(model, y, draws):
+        outputs = outputs_of(model, draw(count), problems.x_test)
         total += outputs.sum(1)
         energy = -0.5 * tau[:, None, None] * (y.unsqueeze(1) - outputs).square()
         density = torch.logaddexp(density, energy.logsumexp(1))
     density += 0.5 * (tau / (2 * math.pi)).log().unsqueeze(1) - math.log(draws) - problems.y_scale.log().unsqueeze(1)
     squares = (total / draws - y).square()
-    count = real.sum(1)
-    rmse = (squares.where(real, 0.0).sum(1) / count).sqrt() * problems.y_scale
-    return Scores(rmse, density.where(real, 0.0).sum(1) / count)
+    there = real.sum(1)
+    rmse = (squares.where(real, 0.0).sum(1) / there).sqrt() * problems.y_scale
+    return Scores(rmse, density.where(real, 0.0).sum(1) / there)
 
 
-def _outputs(model: nn.Module, draws: dict[str, Tensor], x: Tensor) -> Tensor:
+def portions(model: nn.Module, y: Tensor, draws: int) -> list[int]:
+    """How many draws of each network to take at a time, so that all outputs for targets (K, T) fit into memory."""
+    most = max(1, _AT_ONCE // (y.numel() * sum(p.shape[0] for p in model.parameters() if p.ndim > 1)))
+    return [min(most, draws - first) for first in range(0, draws, most)]
+
+
+def outputs_of(model: nn.Module, draws: dict[str, Tensor], x: Tensor) -> Tensor:
     """Outputs of draws (K, s, ...) for inputs (K, T, D): (K, s, T)."""
 
     def one(params: dict[str, Tensor], inputs: Tensor) -> Tensor:

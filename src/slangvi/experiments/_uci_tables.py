@@ -1,15 +1,22 @@
-"""From cells on UCI data to the files of an experiment."""
+"""From cells with small networks to the files of an experiment."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 from slangvi._environment import environment
 from slangvi.data import load_uci
 from slangvi.experiments._cells import Cell
-from slangvi.experiments._logistic_tables import Finished, Outcome, finished, refuse_smaller
+from slangvi.experiments._logistic_tables import (
+    TRACE_COLUMNS,
+    Finished,
+    Outcome,
+    finished,
+    refuse_smaller,
+    trace_lines,
+)
 from slangvi.experiments._results import aggregate, refuse_shorter, write_about, write_rows, write_table
 from slangvi.experiments._runner import Progress, run_cells
 from slangvi.experiments._settings import Settings
@@ -30,6 +37,8 @@ def run_table(
     common: dict[str, Any],
     settings: Settings,
     progress: Progress,
+    traces: Mapping[str, str] | None = None,
+    require: Callable[[str], object] | None = None,
 ) -> Outcome:
     """Compute chosen cells, and write the tables of all that are finished.
 
@@ -41,14 +50,16 @@ def run_table(
         common: settings that all cells share.
         settings: what was chosen.
         progress: told what happens.
+        traces: metrics along the way and their arrays, for a table of these in place of that of splits.
+        require: reads a data set, to see that it is there; None reads UCI data.
     """
     start, about = perf_counter(), settings.out / f"{name}.json"
     refuse_shorter(about, common["epochs"], len(common["splits"]))
     refuse_smaller(about, [*wanted, *(cell for cell, _ in finished(every, settings.cells))])
     for dataset in dict.fromkeys(cell.dataset for cell in wanted):
-        load_uci(dataset)  # a missing or damaged file is told before anything is computed
+        (require or load_uci)(dataset)  # a missing or damaged file is told before anything is computed
     run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
-    return _save(name, finished(every, settings.cells), columns, common, settings, start)
+    return _save(name, finished(every, settings.cells), columns, common, settings, start, traces)
 
 
 def _save(
@@ -58,16 +69,22 @@ def _save(
     common: dict[str, Any],
     settings: Settings,
     start: float,
+    traces: Mapping[str, str] | None,
 ) -> Outcome:
     rows = [
         aggregate(cell.dataset, metric, cell.method, stored.arrays[metric], min if metric in HIGHER else max)
         for metric in columns[:2]
         for cell, stored in cells
     ]
-    lines = [line for cell in cells for line in _split_lines(cell, columns)]
-    paths = [settings.out / f"{name}{end}" for end in (".csv", "-splits.csv", ".json")]
+    if traces is None:
+        kind, header = "splits", ("dataset", "method", "split", *columns)
+        lines = [line for cell in cells for line in _split_lines(cell, columns)]
+    else:
+        kind, header = "trace", TRACE_COLUMNS
+        lines = [line for metric, array in traces.items() for line in trace_lines(cells, metric, array)]
+    paths = [settings.out / f"{name}{end}" for end in (".csv", f"-{kind}.csv", ".json")]
     write_rows(paths[0], rows)
-    write_table(paths[1], ("dataset", "method", "split", *columns), lines)
+    write_table(paths[1], header, lines)
     write_about(paths[2], _about(name, cells, common, settings, start))
     return Outcome(rows, paths)
 

@@ -53,30 +53,7 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the picture it wrote."""
     rows = [row for row in read_rows(results / f"{NAME}.csv") if row.metric == "negative_elbo_per_example"]
     picture = docs / "images" / "results-logreg-convergence.png"
-    _plot(read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS), picture)
-    methods = list(dict.fromkeys(row.method for row in rows))
-    found = {(row.dataset, row.method): _pages.number(row.mean, row.standard_error, 1e-4) for row in rows}
-    lines = [
-        [_pages.DATASETS[dataset], *(found.get((dataset, method), "") for method in methods)]
-        for dataset in dict.fromkeys(row.dataset for row in rows)
-    ]
-    table = _pages.markdown(["−ELBO/N at the end", *methods], lines)
+    _pages.panels(read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS), DRAWN, "−ELBO/N", picture)
+    table = _pages.ends(rows, "−ELBO/N at the end")
     image = _pages.image(picture, "Negative ELBO against iterations for three data sets.")
     return "\n".join([ABOUT, _pages.made_by(results / f"{NAME}.json"), image, table]), [picture]
-
-
-def _plot(traces: list[dict[str, str]], path: Path) -> None:
-    datasets = list(dict.fromkeys(line["dataset"] for line in traces))
-    figure = _pages.figure(3.6 * len(datasets), 3.4)
-    for axes, dataset in zip(figure.subplots(1, len(datasets), squeeze=False)[0], datasets, strict=True):
-        for method in DRAWN:
-            mine = [line for line in traces if (line["dataset"], line["method"]) == (dataset, method)]
-            if mine:
-                _pages.curve(axes, mine, method, deviations=2.0)
-        lowest = min(float(line["mean"]) for line in traces if line["dataset"] == dataset)
-        axes.set(xscale="log", yscale="log", xlabel="iterations", title=_pages.DATASETS[dataset])
-        axes.set_ylim(bottom=0.9 * lowest)  # a band may reach below zero, where a logarithm does not
-        axes.grid(alpha=0.3, which="both")
-    figure.axes[0].set_ylabel("−ELBO/N")
-    figure.axes[0].legend(fontsize=8)
-    _pages.save(figure, path)
