@@ -86,7 +86,7 @@ def begin(log_density: LogDensity, theta: Tensor, step: float = 0.01) -> Chains:
 
 
 def _graded(log_density: LogDensity, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """log π and its gradient."""
+    """The log density and its gradient."""
     with torch.enable_grad():
         leaf = theta.detach().requires_grad_()
         density = log_density(leaf)
