@@ -89,7 +89,8 @@ def outputs(theta: Tensor, x: Tensor) -> Tensor:
     units = (theta.shape[-1] - 1) // 3
     w, b, v, c = theta.split([units, units, units, 1], -1)
     hidden = torch.relu(x.unsqueeze(-1) * w.unsqueeze(-2) + b.unsqueeze(-2))
-    return (hidden @ v.unsqueeze(-1)).squeeze(-1) + c
+    found: Tensor = (hidden @ v.unsqueeze(-1)).squeeze(-1) + c
+    return found
 
 
 def elbo(q: Gaussian, problem: Problem, noise: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ def split_rhat(values: Tensor) -> Tensor:
     Example:
         >>> split_rhat(torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]]))
         tensor(0.7071)
-        >>> float(split_rhat(torch.tensor([[0.0, 1.0, 0.0, 1.0], [5.0, 6.0, 6.0, 5.0]]))) > 5.0
+        >>> float(split_rhat(torch.tensor([[0.0, 1.0, 0.0, 1.0], [5.0, 6.0, 6.0, 5.0]]))) > 4.0
         True
     """
     size = values.shape[1] // 2

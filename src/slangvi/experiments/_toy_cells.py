@@ -102,13 +102,14 @@ class _Fit:
         """Predictions of the best, and an ELBO from draws that had no part in choosing it."""
         fresh, draws = generator_of(self.cell, "test"), self.settings["test_draws"]
         noise = torch.randn((draws, self.problem.num_params), generator=fresh, dtype=torch.float64)
+        trace = torch.stack(self.trace)
         curves = predict(self.best, self.problem, draws, fresh)
         found = {
             "mean": curves.mean,
             "sd": curves.sd,
             "elbo": torch.cat([elbo(_one(self.best, k), self.problem, noise) for k in range(self.seeds)]),
-            "trace_elbo": torch.stack(self.trace),
-            "best_step": self._steps()[torch.stack(self.trace).argmax(0)],
+            "trace_elbo": trace,
+            "best_step": self._steps()[trace.nan_to_num(nan=-torch.inf).argmax(0)],
             "trace_steps": self._steps(),
         }
         return {name: value.numpy() for name, value in found.items()}

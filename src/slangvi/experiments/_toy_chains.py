@@ -95,7 +95,7 @@ class _Chains:
         self.generator.set_state(tensors["random"])
         self.curves, self.densities = list(tensors["curves"]), list(tensors["densities"])
         adaptation = self.chains.adaptation
-        new = {name: tensors[f"adapt_{name}"] for name in _tensors(adaptation)}
+        new: dict[str, Any] = {name: tensors[f"adapt_{name}"] for name in _tensors(adaptation)}
         adaptation = replace(adaptation, count=int(kept["count"]), **new)
         mine: dict[str, Any] = {name: tensors[name] for name in _tensors(self.chains)}
         self.chains = replace(self.chains, adaptation=adaptation, **mine)

@@ -24,8 +24,9 @@ precision that fall, and the state with the best ELBO along the way, looked at e
 same ones each time. The paper shows curves only; here is a reference for them, Hamiltonian Monte Carlo, and a full
 Gaussian trained as SLANG is, which tells what rank leaves out. What the paper leaves open was chosen: standardised
 inputs and targets, prior $N(0, 1)$ for all weights and biases on that scale, noise of known size, 3,000 steps,
-$\\alpha = 1$ and $\\beta = 0.1$ along half cosines, Adam at 0.02 for BBB. Rates are as large as that because far from
-the optimum the empirical Fisher is: with the usual ones the mean freezes before it has arrived.
+$\\alpha = 0.5$ and $\\beta = 0.05$ along half cosines, Adam at 0.02 for BBB. The rates were chosen by the ELBO, and are
+as large as that because far from the optimum the empirical Fisher is: with the usual ones the mean freezes before it
+has arrived.
 
 The table has the mean over a grid of $|\\log \\mathrm{sd} / \\mathrm{sd}_\\mathrm{HMC}|$, for the function inside the
 data's range, $|x| \\le 4$, and outside, $4 < |x| \\le 6$; the same for an observation, noise included; and the

@@ -61,8 +61,8 @@ def chosen(settings: Settings) -> dict[str, dict[str, Any]]:
             "splits": list(range(settings.splits or (2 if quick else 5))),
             "epochs": settings.epochs or (60 if quick else 3000),
             "mc_samples": 10 if quick else 100,
-            "lr": 1.0,
-            "precision_lr": 0.1,
+            "lr": 0.5,
+            "precision_lr": 0.05,
             "init_precision": 10.0,
             "adam_lr": 0.02,
             "adam_init_precision": 100.0,
@@ -155,8 +155,9 @@ def measured(metric: str, mine: NDArray[Any], theirs: NDArray[Any]) -> NDArray[A
     """
     if metric == "y_sd_log_ratio":
         mine, theirs = _observed(mine), _observed(theirs)
-    ratios: NDArray[Any] = np.log(mine / theirs)
-    return (ratios if metric == "sd_log_bias" else np.abs(ratios)).mean(1)
+    ratios = np.log(mine / theirs)
+    found: NDArray[Any] = (ratios if metric == "sd_log_bias" else np.abs(ratios)).mean(1)
+    return found
 
 
 def _observed(sd: NDArray[Any]) -> NDArray[Any]:
