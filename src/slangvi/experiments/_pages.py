@@ -50,8 +50,8 @@ METRICS = {
     "test_log_likelihood": "log-likelihood",
     "validation_rmse": "RMSE, held out",
     "validation_log_likelihood": "log-likelihood, held out",
-    "sd_log_ratio": "|log sd ratio|",
-    "y_sd_log_ratio": "|log sd ratio| with noise",
+    "sd_log_ratio": "absolute log sd ratio",
+    "y_sd_log_ratio": "the same with noise",
     "sd_log_bias": "log sd ratio",
 }
 # Mean field in reds, SLANG from light to dark blue as its rank grows, OnlineEig in greens, full Gaussians in greys.

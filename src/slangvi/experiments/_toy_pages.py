@@ -15,6 +15,8 @@ __all__ = ["ABOUT", "GRID_COLUMNS", "TRACE_COLUMNS", "figures", "said", "table"]
 
 GRID_COLUMNS = ("method", "seed", "x", "mean", "sd", "y_sd")
 TRACE_COLUMNS = ("method", "seed", "step", "elbo", "selected")
+# Columns of the table on the page: what stands behind "inside" and "outside".
+WHERE, ENDS = ("inside", "outside"), {"sd_log_ratio": "", "y_sd_log_ratio": ", with noise", "sd_log_bias": ", signed"}
 TITLES = {"slang_1": "SLANG-1", "slang_5": "SLANG-5", "bbb": "BBB", "full": "full Gaussian", "hmc": "HMC"}
 COLORS = {**_pages.COLORS, "bbb": "#d7301f", "full": "#737373", "hmc": "#000000"}
 ABOUT = """\
@@ -39,20 +41,14 @@ of them together.
 def table(rows: Sequence[Row], cells: Mapping[str, Any]) -> str:
     """A line for each method."""
     found = {row[:3]: row for row in rows}
-    header = ["method"]
-    for name in ("sd_log_ratio", "y_sd_log_ratio", "sd_log_bias"):
-        header += [f"{_pages.METRICS[name]}, {where}" for where in ("inside", "outside")]
+    places = [(f"cubic_{where}", metric, f"{where}{end}") for metric, end in ENDS.items() for where in WHERE]
     lines = []
     for method in dict.fromkeys(row.method for row in rows):
-        mine = [
-            found[region, metric, method]
-            for metric in ("sd_log_ratio", "y_sd_log_ratio", "sd_log_bias")
-            for region in ("cubic_inside", "cubic_outside")
-        ]
+        mine = [found[region, metric, method] for region, metric, _ in places]
         elbo = cells[f"cubic {method}"].get("elbo")
         numbers = [f"{row.mean:.3f} ± {row.standard_error:.3f}" for row in mine]
         lines.append([method, *numbers, f"{statistics.fmean(elbo):.2f}" if elbo else ""])
-    return _pages.markdown([*header, "ELBO"], lines)
+    return _pages.markdown(["method", *(title for *_, title in places), "ELBO"], lines)
 
 
 def said(rows: Sequence[Row], cells: Mapping[str, Any]) -> list[str]:
@@ -119,8 +115,8 @@ def _draw_bands(axes: Any, method: str, curve: list[list[float]], reference: lis
         axes.fill_between(x, *_band(curve, deviations), color=COLORS[method], alpha=alpha, lw=0)
     axes.plot(x, mean, color=COLORS[method], lw=1.4)
     if method != "hmc":
-        for edge in _band(reference, 2.0):
-            axes.plot(x, edge, color="black", lw=0.8, ls="--", label="HMC ± 2 sd" if edge[0] < mean[0] else None)
+        for edge, label in zip(_band(reference, 2.0), ("HMC ± 2 sd", None), strict=True):
+            axes.plot(x, edge, color="black", lw=0.8, ls="--", label=label)
         axes.legend(fontsize=7, loc="upper left")
     axes.set(title=f"{TITLES[method]}, mean ± 2 and 3 sd", xlim=(x[0], x[-1]), ylim=(-160, 160))
     for end in (-INSIDE, INSIDE):
