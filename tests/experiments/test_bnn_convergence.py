@@ -144,7 +144,7 @@ def test_methods_start_from_the_same_weights_and_all_but_one_as_widely(settings)
 
 @pytest.mark.parametrize("method", bnn_convergence.METHODS)
 def test_curves_fall(settings, method):
-    found = computed(cell_of(replace(settings, epochs=60), method, bias_prior_precision=8.0), settings.out)
+    found = computed(cell_of(replace(settings, epochs=60), method, bias_precision=8.0), settings.out)
     assert (found["trace_elbo"][-1] < 0.7 * found["trace_elbo"][0]).all()
 
 
@@ -192,7 +192,7 @@ def test_regression_is_as_it_was():
     assert FALLS == ("lr", "precision_lr", "adam_lr")
     plans = uci.plan(uci.chosen(Settings()), ["boston"], uci.METHODS)
     for cell in plans:
-        assert not cell.settings.keys() & {"falls", "bias_prior_precision", "precision_warmup"}
+        assert not cell.settings.keys() & {"falls", "bias_precision", "precision_warmup"}
 
 
 @pytest.mark.parametrize("method", ["bbb", "mc_dropout"])

@@ -15,6 +15,7 @@ EXPERIMENTS = {
     "logreg-online-eig": "The same for SLANG-OnlineEig, with its convergence on USPS.",
     "logreg-covariance": "Means, variances and covariances of the posteriors, and the table of the bias.",
     "logreg-convergence": "How fast the methods converge, ten seeds on one split.",
+    "toy": "Uncertainty of a small network about a noisy cubic, against a long run of HMC.",
     "bnn-convergence": "How fast networks converge, with SLANG and with Bayes by Backprop.",
     "uci": "Regression with small networks on eight UCI sets, with a search for noise and prior.",
     "uci-stability": "What makes training of these networks fail, and what prevents it.",

@@ -105,12 +105,11 @@ class Task:
 
     @property
     def prior(self) -> Prior:
-        """λ for weights, next to nothing for biases, (K, P)."""
-        spec = self.spec
+        """λ for weights, next to nothing for biases unless the settings say otherwise, (K, P)."""
+        spec, own = self.spec, self.settings.get("bias_precision", BIAS_PRECISION)
         bias = torch.cat([torch.full((s.stop - s.start,), name.endswith("bias")) for name, s in spec.slices.items()])
         bias = bias.to(self.device)
-        least = self.settings.get("bias_prior_precision", BIAS_PRECISION)
-        lam = torch.where(bias, least, self.prior_precision.unsqueeze(1))
+        lam = torch.where(bias, own, self.prior_precision.unsqueeze(1))
         return Prior(lam, torch.zeros_like(lam))
 
     def log_likelihood(self, params: Any, batch: Any, tau: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ DATASETS = {
     "power": "Power",
     "wine": "Wine",
     "yacht": "Yacht",
+    "cubic_inside": "Noisy cubic, inside the data's range",
+    "cubic_outside": "Noisy cubic, outside",
 }
 METRICS = {
     "negative_elbo_per_example": "−ELBO/N",
@@ -51,6 +53,9 @@ METRICS = {
     "test_log_likelihood": "log-likelihood",
     "validation_rmse": "RMSE, held out",
     "validation_log_likelihood": "log-likelihood, held out",
+    "sd_log_ratio": "absolute log sd ratio",
+    "y_sd_log_ratio": "the same with noise",
+    "sd_log_bias": "log sd ratio",
 }
 # Mean field in reds, SLANG from light to dark blue as its rank grows, OnlineEig in greens, full Gaussians in greys.
 COLORS = {

@@ -64,7 +64,7 @@ def chosen(settings: Settings) -> dict[str, Any]:
         "init_precision": 1.0,
         "adam_lr": 0.01,
         "adam_init_precision": 1.0,
-        "bias_prior_precision": BIAS_PRECISION,
+        "bias_precision": BIAS_PRECISION,
         "draws": 20 if quick else 100,
         "trace_points": 8 if quick else 80,
         "seed": settings.seed,
