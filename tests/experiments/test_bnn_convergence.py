@@ -16,11 +16,12 @@ from slangvi import replicas
 from slangvi.experiments import _bnn_cells, bnn_convergence, uci
 from slangvi.experiments._bnn_cells import METRICS, measure
 from slangvi.experiments._cells import Attempt, Stopped
-from slangvi.experiments._learners import FALLS, GAUSSIANS, LEARNERS, Cosine, Task, bernoulli, gaussian
+from slangvi.experiments._learners import GAUSSIANS, LEARNERS
 from slangvi.experiments._logistic_tables import TRACE_COLUMNS
 from slangvi.experiments._regression import network, starts
 from slangvi.experiments._results import read_rows, read_table
 from slangvi.experiments._settings import Settings
+from slangvi.experiments._task import FALLS, Cosine, Task, bernoulli, gaussian
 
 FAST = {"hidden": 5, "mc_samples": 3, "draws": 30, "trace_points": 6, "lr": 0.1, "precision_lr": 0.1, "adam_lr": 0.1}
 

@@ -14,11 +14,11 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 from slangvi import full
 from slangvi.experiments import _cubic, _toy_cells, _toy_chains, _toy_pages, toy
 from slangvi.experiments._cells import Attempt, Stopped
-from slangvi.experiments._learners import Cosine, Task
 from slangvi.experiments._logistic import Gaussian
 from slangvi.experiments._regression import network, starts
 from slangvi.experiments._results import Row, read_rows, read_table
 from slangvi.experiments._settings import Settings
+from slangvi.experiments._task import Cosine, Task
 from slangvi.experiments._toy_learners import LEARNERS, Dense, moments
 from slangvi.types import ParamSpec
 

@@ -14,10 +14,11 @@ from slangvi import replicas, slang
 from slangvi.data import standardise
 from slangvi.experiments import _uci_cells, uci, uci_stability
 from slangvi.experiments._cells import Attempt, Stopped
-from slangvi.experiments._learners import LEARNERS, Cosine, Task
+from slangvi.experiments._learners import LEARNERS
 from slangvi.experiments._regression import batches, network, scores, side_by_side, starts
 from slangvi.experiments._results import Row, read_rows
 from slangvi.experiments._settings import Settings
+from slangvi.experiments._task import Cosine, Task
 from slangvi.experiments.paper import Printed, printed
 
 pytest.importorskip("optuna")

@@ -16,10 +16,11 @@ from slangvi.data import Standardised
 from slangvi.data.libsvm import libsvm_splits
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.experiments._cells import Arrays, Attempt, Cell
-from slangvi.experiments._learners import GAUSSIANS, Task, bernoulli
+from slangvi.experiments._learners import GAUSSIANS
 from slangvi.experiments._lockstep import seed_of, trace_steps
 from slangvi.experiments._logistic import DATASETS
 from slangvi.experiments._regression import Problems, batches, network, outputs_of, portions, side_by_side, starts
+from slangvi.experiments._task import Task, bernoulli
 
 __all__ = ["METRICS", "PRIOR_PRECISION", "compute_cell", "load", "measure", "settings_of"]
 

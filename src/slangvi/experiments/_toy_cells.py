@@ -8,10 +8,10 @@ from torch import Tensor
 
 from slangvi.experiments._cells import Arrays, Attempt, Cell
 from slangvi.experiments._cubic import Problem, elbo, predict, problem
-from slangvi.experiments._learners import Task
 from slangvi.experiments._lockstep import seed_of
 from slangvi.experiments._logistic import Gaussian
 from slangvi.experiments._regression import network, starts
+from slangvi.experiments._task import Task
 from slangvi.experiments._toy_learners import LEARNERS, moments
 
 __all__ = ["compute_fit", "generator_of", "problem_of"]

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from slangvi import bbb, full
 from slangvi._steps import Rate, warmed_up
+from slangvi.experiments._adam_learners import Reparameterised
 from slangvi.experiments._cells import Arrays
-from slangvi.experiments._learners import Cosine, Learner, LowRank, Reparameterised, Task
+from slangvi.experiments._learners import Learner, LowRank
 from slangvi.experiments._logistic import Gaussian
+from slangvi.experiments._task import Cosine, Task
 from slangvi.grads.dense import DenseGradients
 
 __all__ = ["LEARNERS", "Dense", "moments"]

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from slangvi.data import Regression, folds, load_uci, standardise
 from slangvi.experiments._cells import Arrays, Attempt, Cell
-from slangvi.experiments._learners import LEARNERS, Task
+from slangvi.experiments._learners import LEARNERS
 from slangvi.experiments._lockstep import seed_of
 from slangvi.experiments._regression import Problems, Scores, batches, network, scores, side_by_side, starts
 from slangvi.experiments._search import Box, propose_all
+from slangvi.experiments._task import Task
 
 __all__ = ["METRICS", "SETS", "Set", "compute_cell", "compute_recipe", "settings_of"]
 

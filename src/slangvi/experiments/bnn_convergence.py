@@ -10,12 +10,12 @@ from slangvi.data.libsvm import LIBSVM, load_libsvm
 from slangvi.experiments import _pages
 from slangvi.experiments._bnn_cells import METRICS, PRIOR_PRECISION, settings_of
 from slangvi.experiments._cells import Cell
-from slangvi.experiments._learners import BIAS_PRECISION
 from slangvi.experiments._logistic import DATASETS as SETS
 from slangvi.experiments._logistic_tables import TRACE_COLUMNS, Outcome
 from slangvi.experiments._results import read_rows, read_table
 from slangvi.experiments._runner import Progress
 from slangvi.experiments._settings import Settings, choose
+from slangvi.experiments._task import BIAS_PRECISION
 from slangvi.experiments._uci_tables import run_table
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]

@@ -1,0 +1,115 @@
+"""What many small networks are to learn, in lockstep: data sizes, noise, prior, rates, likelihood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slangvi._steps import Prior
+from slangvi.types import ParamSpec
+
+__all__ = ["BIAS_PRECISION", "FALLS", "Cosine", "LogProb", "Task", "bernoulli", "gaussian"]
+
+# Prior precision of biases, as in the paper.
+BIAS_PRECISION = 1e-6
+# Rates that fall unless a method's settings say which do.
+FALLS = ("lr", "precision_lr", "adam_lr")
+# Outputs, targets and noise precision, of shapes that broadcast → log-likelihood of each.
+LogProb = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def gaussian(outputs: Tensor, y: Tensor, tau: Tensor) -> Tensor:
+    """Real targets around the outputs, with variance 1/τ."""
+    return 0.5 * (tau.log() - math.log(2 * math.pi) - tau * (y - outputs).square())
+
+
+def bernoulli(outputs: Tensor, y: Tensor, tau: Tensor) -> Tensor:
+    """Classes 0 and 1 from logits, which have no noise beside them: τ is not looked at."""
+    return -F.softplus((1.0 - 2.0 * y) * outputs)
+
+
+class Cosine:
+    """A rate that falls from `lr` to nearly nothing over so many steps, αₜ = α₀ (1 + cos(πt/T))/2.
+
+    Example:
+        >>> rate = Cosine(0.2, 100)
+        >>> rate(1), rate(50), rate(100)
+        (0.199..., 0.1, 0.0002)
+    """
+
+    def __init__(self, lr: float, steps: int) -> None:
+        self.lr, self.steps = lr, steps
+
+    def __call__(self, step: int) -> float:
+        """Rate at a step counted from 1."""
+        return self.lr * max(0.5 * (1.0 + math.cos(math.pi * min(step, self.steps) / self.steps)), 1e-3)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What K networks are to learn.
+
+    Args:
+        model: the network, on the device.
+        starts: (member of an ensemble, from 0) → initial weights, name → (K, ...) on the device.
+        num_data: N of each, (K,).
+        tau: noise precision on the standardised scale, (K,).
+        prior_precision: λ of the weights, (K,).
+        batch: M.
+        steps: in all.
+        settings: rates and the like, of the method.
+        generator: source of all that is random, on the device.
+        log_prob: how outputs explain targets; with `bernoulli`, `tau` is ones.
+    """
+
+    model: nn.Module
+    starts: Callable[[int], dict[str, Tensor]]
+    num_data: Tensor
+    tau: Tensor
+    prior_precision: Tensor
+    batch: int
+    steps: int
+    settings: Mapping[str, Any]
+    generator: torch.Generator
+    log_prob: LogProb = gaussian
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.tau.device
+
+    @property
+    def spec(self) -> ParamSpec:
+        """Layout of one network."""
+        return ParamSpec.of_module(self.model)
+
+    @property
+    def loc(self) -> Tensor:
+        """Initial weights, flat, (K, P)."""
+        return self.spec.flatten(self.starts(0))
+
+    @property
+    def prior(self) -> Prior:
+        """λ for weights, next to nothing for biases unless the settings say otherwise, (K, P)."""
+        spec, own = self.spec, self.settings.get("bias_precision", BIAS_PRECISION)
+        bias = torch.cat([torch.full((s.stop - s.start,), name.endswith("bias")) for name, s in spec.slices.items()])
+        bias = bias.to(self.device)
+        lam = torch.where(bias, own, self.prior_precision.unsqueeze(1))
+        return Prior(lam, torch.zeros_like(lam))
+
+    def log_likelihood(self, params: Any, batch: Any, tau: Tensor) -> Tensor:
+        """Of the examples of one network, (M,)."""
+        x, y = batch
+        outputs: Tensor = torch.func.functional_call(self.model, dict(params), (x,))
+        return self.log_prob(outputs, y, tau)
+
+    def rate(self, name: str) -> Cosine | float:
+        """A rate of the method's: constant, or falling over all steps."""
+        lr = float(self.settings[name])
+        return Cosine(lr, self.steps) if name in self.settings.get("falls", FALLS) else lr
