@@ -57,7 +57,7 @@ class Recipe:
             "edition": EDITION,
             "splits": splits,
             "prior_precision": row.prior_precision,
-            "bias_precision": BIAS_PRECISION,
+            "bias_prior_precision": BIAS_PRECISION,
             "device": self.device,
         }
         work = f"{__name__}:compute_exact" if method in EXACT else f"{__name__}:compute_trained"

@@ -47,13 +47,13 @@ error of its own; *better* that it is strictly better.
 def chosen(settings: Settings) -> dict[str, Any]:
     """The experiment's settings, and those of --quick."""
     quick = settings.quick
-    count = settings.splits or (3 if quick else SPLITS)
+    count = settings.splits or (2 if quick else SPLITS)
     return {
         "edition": EDITION,
         "splits": list(range(min(count, SPLITS))),
-        "epochs": settings.epochs or (40 if quick else 120),
-        "evaluations": 6 if quick else 30,
-        "at_once": 3 if quick else 5,
+        "epochs": settings.epochs or (20 if quick else 120),
+        "evaluations": 4 if quick else 30,
+        "at_once": 2 if quick else 5,
         "folds": 5,
         "hidden": 50,
         "mc_samples": 4,
