@@ -35,8 +35,8 @@ part, five at a time, the first five at random. The network is then trained once
 Every network is trained for 120 epochs with minibatches of 10 (100 on the three large sets). *RMSE* and
 *log-likelihood* are those of the average over draws of the weights, on the test part, in the targets' own units.
 
-All sets are trained with the same rates, which fall along a half cosine: SLANG's begin at $\\alpha = 0.03$ and
-$\\beta = 0.01$, four draws a step; the others' Adam at 0.01. `slang_8`, `slang_32` and `ensemble_5` (five networks,
+All sets are trained with the same rates, which fall along a half cosine: SLANG's begin at $\\alpha = 0.05$ and
+$\\beta = 0.02$, four draws a step; the others' Adam at 0.01. `slang_8`, `slang_32` and `ensemble_5` (five networks,
 maximum a posteriori) are not in the paper.
 
 A number is the mean over splits ± its standard error. ✓ means at least as good as the paper's, up to one standard
