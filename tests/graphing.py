@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from slangvi import likelihoods
 from slangvi.linalg import lowrank
 from slangvi.methods import _graph, _graph_loop, _graph_runner
-from slangvi.replicas import _replay
 from taping import Tape
 
 
@@ -115,7 +114,7 @@ def pretend(fake: FakeCuda, graph: type, monkeypatch: pytest.MonkeyPatch) -> Fak
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(_graph, "_pinned", lambda size: torch.zeros(size, dtype=torch.float64))
     monkeypatch.setattr(likelihoods, "_capturing", lambda values: fake.busy)
-    for module in (_graph_runner, _graph_loop, _replay):
+    for module in (_graph_runner, _graph_loop):
         monkeypatch.setattr(module, "has_graphs", lambda device: True)
     return fake
 

@@ -27,17 +27,19 @@ SPLITS = 20
 COLUMNS = (*METRICS, "log_tau", "log_lambda")
 # Raised when the same settings would give other numbers.
 EDITION = 1
-ABOUT = """\
+# At the start, for all sets.
+LR, PRECISION_LR, ADAM_LR = 0.05, 0.02, 0.01
+ABOUT = f"""\
 One hidden layer of 50 rectified units on eight sets of the UCI collection, with the twenty splits of Gal and
-Ghahramani. For every split the noise precision τ and the prior precision λ of the weights (biases: $10^{-6}$) are
+Ghahramani. For every split the noise precision τ and the prior precision λ of the weights (biases: $10^{{-6}}$) are
 searched by Bayesian optimisation: 30 evaluations of the log-likelihood in five-fold cross-validation of the training
 part, five at a time, the first five at random. The network is then trained once more on the whole training part.
 Every network is trained for 120 epochs with minibatches of 10 (100 on the three large sets). *RMSE* and
 *log-likelihood* are those of the average over draws of the weights, on the test part, in the targets' own units.
 
-All sets are trained with the same rates, which fall along a half cosine: SLANG's begin at $\\alpha = 0.05$ and
-$\\beta = 0.02$, four draws a step; the others' Adam at 0.01. `slang_8`, `slang_32` and `ensemble_5` (five networks,
-maximum a posteriori) are not in the paper.
+All sets are trained with the same rates, which fall along a half cosine: SLANG's begin at $\\alpha = {LR}$ and
+$\\beta = {PRECISION_LR}$, four draws a step; the others' Adam at {ADAM_LR}. `slang_8`, `slang_32` and `ensemble_5`
+(five networks, maximum a posteriori) are not in the paper.
 
 A number is the mean over splits ± its standard error. ✓ means at least as good as the paper's, up to one standard
 error of its own; *better* that it is strictly better.
@@ -57,10 +59,10 @@ def chosen(settings: Settings) -> dict[str, Any]:
         "folds": 5,
         "hidden": 50,
         "mc_samples": 4,
-        "lr": 0.05,
-        "precision_lr": 0.02,
+        "lr": LR,
+        "precision_lr": PRECISION_LR,
         "init_precision": 10.0,
-        "adam_lr": 0.01,
+        "adam_lr": ADAM_LR,
         "adam_init_precision": 100.0,
         "dropout_rate": 0.05,
         "search_draws": 100,

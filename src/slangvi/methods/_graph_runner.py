@@ -16,35 +16,25 @@ from slangvi.methods._awaited import settle
 from slangvi.methods._graph import Captured
 from slangvi.methods._launched import Launched, Numbers
 
-__all__ = ["MOST_GRAPHS", "Runner", "has_graphs", "packed", "why_not_captured"]
+__all__ = ["MOST_GRAPHS", "Runner", "Shelf", "has_graphs", "packed", "why_not_captured"]
 
 # Graphs hold memory of their own; models that see many shapes of batch keep the latest few.
 MOST_GRAPHS = 4
 CapturedT = TypeVar("CapturedT", bound=Captured)
+GraphT = TypeVar("GraphT")
 
 
-class Runner(Generic[CapturedT]):
-    """Keeps graphs and advances states with them; says once why when nothing can be captured."""
+class Shelf(Generic[GraphT]):
+    """Keeps the latest graphs by what they were captured for; says once why when nothing can be captured."""
 
     def __init__(self) -> None:
-        self.graphs: dict[object, CapturedT] = {}
+        self.graphs: dict[object, GraphT] = {}
         self._given_up = False
-        # The state a graph has just made: it need not be copied back to it, and can be drawn from.
-        self._made: tuple[weakref.ref[Any], Launched] | None = None
 
     @cached_property
     def pool(self) -> Any:
         """Memory of all graphs: one step is over when the next begins."""
         return torch.cuda.graph_pool_handle()
-
-    def remember(self, state: Any, step: Launched) -> None:
-        """Note that this state comes out of that step: its graph still holds it."""
-        self._made = (weakref.ref(state), step)
-
-    def like(self, state: Any) -> Tensor:
-        """A vector such as the state's mean, without waiting for it."""
-        made = self._made
-        return made[1].graph.state[0] if made is not None and made[0]() is state else state.loc
 
     def _declined(self, device: torch.device) -> bool:
         """Whether graphs are out of the question there, which is said once."""
@@ -58,7 +48,7 @@ class Runner(Generic[CapturedT]):
         warnings.warn(text, UserWarning, stacklevel=outside_frames())
         return True
 
-    def _kept(self, key: object, capture: Callable[[], CapturedT]) -> CapturedT | None:
+    def _kept(self, key: object, capture: Callable[[], GraphT]) -> GraphT | None:
         """The graph of a key, captured when it is new; None when that fails, for good."""
         if key not in self.graphs:
             while len(self.graphs) >= MOST_GRAPHS:
@@ -69,6 +59,24 @@ class Runner(Generic[CapturedT]):
                 self._give_up(why_not_captured(error))
                 return None
         return self.graphs[key]
+
+
+class Runner(Shelf[CapturedT]):
+    """Keeps graphs and advances states with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The state a graph has just made: it need not be copied back to it, and can be drawn from.
+        self._made: tuple[weakref.ref[Any], Launched] | None = None
+
+    def remember(self, state: Any, step: Launched) -> None:
+        """Note that this state comes out of that step: its graph still holds it."""
+        self._made = (weakref.ref(state), step)
+
+    def like(self, state: Any) -> Tensor:
+        """A vector such as the state's mean, without waiting for it."""
+        made = self._made
+        return made[1].graph.state[0] if made is not None and made[0]() is state else state.loc
 
     def _advanced(
         self,

@@ -8,10 +8,8 @@ not finite or its eigenvectors are not good enough, the whole step is taken agai
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +17,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi._steps import Prior
-from slangvi.grads.assemble import outside_frames
 from slangvi.linalg import LowRankPrecision, Route
 from slangvi.linalg.krylov import Eigenpairs
 from slangvi.linalg.squaring import pairs_by_squaring
 from slangvi.linalg.topk import TOLERANCE
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
-from slangvi.methods._graph_runner import has_graphs, why_not_captured
+from slangvi.methods._graph_runner import Shelf
 from slangvi.replicas._gather import Gathered
 from slangvi.replicas._inputs import Minibatch
 from slangvi.replicas._step import Lanes, Taken, Told, take_step, told_of
@@ -33,8 +30,6 @@ from slangvi.replicas.state import State
 
 __all__ = ["Given", "GraphKeeper", "Replayed"]
 
-# Graphs hold memory of their own; the latest few kinds of batches keep theirs.
-_MOST_GRAPHS = 4
 Gather = Callable[[Tensor, Minibatch], Gathered]
 
 
@@ -169,16 +164,8 @@ class LockstepGraph:
             mine.copy_(value)
 
 
-class GraphKeeper:
-    """Graphs by kind of batch; says once why when nothing can be captured."""
-
-    def __init__(self) -> None:
-        self.graphs: dict[object, LockstepGraph] = {}
-        self.given_up = False
-
-    @cached_property
-    def _pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+class GraphKeeper(Shelf[LockstepGraph]):
+    """Takes steps of all replicas by replaying graphs where that is possible."""
 
     def usable(self, like: Tensor, rank: int, whole: bool) -> bool:
         """Whether a step on tensors like this may be captured at all.
@@ -188,35 +175,20 @@ class GraphKeeper:
             rank: L.
             whole: whether all replicas are advanced at once.
         """
-        if self.given_up:
+        if self._given_up or self._declined(like.device):
             return False
-        if not has_graphs(like.device):
-            self.give_up(f"parameters are on {like.device.type}, and only CUDA devices have graphs")
-        elif like.dtype not in TOLERANCE:
-            self.give_up(f"{like.dtype} asks for eigenvectors to the last digit; pass float32 parameters")
+        if like.dtype not in TOLERANCE:
+            self._give_up(f"{like.dtype} asks for eigenvectors to the last digit; pass float32 parameters")
         elif not 0 < rank <= like.shape[1]:
-            self.give_up(f"rank must lie between 1 and the {like.shape[1]} parameters for it, got {rank}")
+            self._give_up(f"rank must lie between 1 and the {like.shape[1]} parameters for it, got {rank}")
         elif not whole:
-            self.give_up("memory_limit lets only some replicas advance at a time")
-        return not self.given_up
+            self._give_up("memory_limit lets only some replicas advance at a time")
+        return not self._given_up
 
     def step(self, kind: object, gather: Gather, state: State, given: Given, prior: Prior) -> Replayed | None:
         """One step by the graph of a kind, captured when it is new; None when it has to be taken eagerly."""
-        if kind not in self.graphs:
-            while len(self.graphs) >= _MOST_GRAPHS:
-                self.graphs.pop(next(iter(self.graphs)))
-            try:
-                self.graphs[kind] = LockstepGraph(gather, state, given, prior, self._pool)
-            except Exception as error:
-                self.give_up(why_not_captured(error))
-                return None
-        return self.graphs[kind].advance(state, given)
-
-    def give_up(self, reason: str) -> None:
-        """For good."""
-        self.given_up = True
-        text = f"compile=True has no effect: {reason}. Steps run eagerly."
-        warnings.warn(text, UserWarning, stacklevel=outside_frames())
+        graph = self._kept(kind, lambda: LockstepGraph(gather, state, given, prior, self.pool))
+        return None if graph is None else graph.advance(state, given)
 
 
 def squared_pairs(matrix: Tensor, factor: Tensor, route: Route) -> Eigenpairs:
