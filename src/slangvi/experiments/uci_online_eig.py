@@ -1,0 +1,119 @@
+"""SLANG-OnlineEig with small networks: the paper's second UCI table, and convergence on Energy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slangvi.experiments import _pages, uci
+from slangvi.experiments._cells import Cell
+from slangvi.experiments._logistic_tables import TRACE_COLUMNS, Outcome
+from slangvi.experiments._results import Row, read_rows, read_table
+from slangvi.experiments._runner import Progress
+from slangvi.experiments._settings import Settings, choose
+from slangvi.experiments._uci_cells import METRICS, SETS, settings_of
+from slangvi.experiments._uci_pages import gain, said, table
+from slangvi.experiments._uci_tables import Along, run_table
+from slangvi.experiments.paper import printed
+
+__all__ = ["DATASETS", "METHODS", "run", "section"]
+
+NAME = "uci-online-eig"
+TITLE = "SLANG-OnlineEig with networks (UCI)"
+DATASETS = tuple(SETS)
+METHODS = ("online_eig_1",)
+BESIDE = "slang_1"
+# The figure: where, and for whom. Cells with a trace have names of their own beside those of the table.
+DRAWN, DRAWN_METHODS, ALONG = "energy", ("bbb", "slang_1", "online_eig_1", "online_eig_2", "online_eig_5"), "-trace"
+TRACES = {"test_log_likelihood": "trace_log_likelihood", "test_rmse": "trace_rmse"}
+# The figure leaves out log-likelihoods so far below the best, at which training begins.
+BELOW = 4.0
+ABOUT = """\
+The paper's first attempt at SLANG, at rank 1, on the eight sets of the table above. Networks, splits, search and rates
+are those of that table, so that both methods can be compared. The paper's own table of OnlineEig had other ones: one
+box for all sets, and for all sets the learning rates "α = 0.01 and β = (0.9, 0.999)". ✓ means at least as good as the
+paper's, up to one standard error of its own; *better* that it is strictly better.
+
+The paper also shows a figure of "convergence of a Bayesian neural network on the Energy dataset", in which "better
+structured approximation leads to faster convergence". It does not say which quantity, methods and splits are drawn; the
+source calls it a log-likelihood. Ours has the log-likelihood and the RMSE of the test part along the way, for Bayes by
+Backprop, SLANG at rank 1 and OnlineEig at ranks 1, 2 and 5, with τ and λ in the middle of their box and without a
+search.
+"""
+
+
+def along(common: dict[str, Any], quick: bool) -> list[Cell]:
+    """The cells of the figure."""
+    settings = common | {"evaluations": 0, "test_draws": 20 if quick else 100, "trace_points": 8 if quick else 60}
+    work = "slangvi.experiments._uci_cells:compute_trace"
+    return [
+        Cell(NAME, DRAWN, f"{method}{ALONG}", settings_of(DRAWN, settings | {"learner": method}), work, cost=0.05)
+        for method in DRAWN_METHODS
+    ]
+
+
+def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome:
+    """Train what is not trained yet, and write the tables; those of the figure with their data set."""
+    common = uci.chosen(settings)
+    datasets = choose("dataset", settings.datasets, DATASETS)
+    methods = choose("method", settings.methods, METHODS)
+    cells = uci.plan(common, datasets, methods), uci.plan(common, DATASETS, METHODS)
+    drawn = along(common, settings.quick)
+    traced = Along(drawn if DRAWN in datasets else [], drawn)
+    return run_table(NAME, *cells, uci.COLUMNS, common, settings, progress, TRACES, along=traced)
+
+
+# ---- the page
+
+
+def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
+    """The part of the page about this experiment, and the pictures it wrote."""
+    rows, paper = read_rows(results / f"{NAME}.csv"), printed("uci_online_eig")
+    parts, pictures = [ABOUT, _pages.made_by(results / f"{NAME}.json")], list[Path]()
+    traces = read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS)
+    if traces:
+        pictures.append(docs / "images" / f"results-{NAME}.png")
+        _plot(traces, pictures[0])
+        parts.append(_pages.image(pictures[0], "Log-likelihood and RMSE on Energy against iterations."))
+        parts.append(
+            f"*{_pages.DATASETS[DRAWN]}, on test parts: means over splits, bands of ± 1 standard deviation.*\n"
+        )
+    for metric in METRICS:
+        parts.append(f"### OnlineEig, {_pages.METRICS[metric]}\n")
+        parts.append(table([row for row in rows if row.metric == metric], paper))
+    lines = [*said(METHODS[0], rows, paper), *_beside(rows, results / f"{uci.NAME}.csv")]
+    parts += ["### What holds for OnlineEig with networks\n", *(f"- {line}" for line in lines), ""]
+    return "\n".join(parts), pictures
+
+
+def _beside(rows: Sequence[Row], path: Path) -> list[str]:
+    """How often SLANG, with the same settings, is better; nothing where it was not run."""
+    there = read_rows(path) if path.is_file() else []
+    slang = {row[:2]: row.mean for row in there if row.method == BESIDE}
+    found = []
+    for metric in METRICS:
+        mine = [row for row in rows if row.metric == metric and row[:2] in slang]
+        if mine:
+            lost = sum(gain(row, slang[row[:2]]) < 0 for row in mine)
+            found.append(f"{_pages.METRICS[metric]}: {BESIDE} of ours is better on {lost} of {len(mine)} sets.")
+    return found
+
+
+def _plot(traces: Sequence[dict[str, str]], path: Path) -> None:
+    figure = _pages.figure(9, 3.4)
+    for axes, metric in zip(figure.subplots(1, 2), TRACES, strict=True):
+        lines = [line for line in traces if line["metric"] == metric]
+        for name in dict.fromkeys(line["method"] for line in lines):
+            mine = [line for line in lines if line["method"] == name]
+            _pages.curve(axes, mine, name.removesuffix(ALONG), deviations=1.0)
+        axes.set(xscale="log", xlabel="iterations", ylabel=_pages.METRICS[metric])
+        axes.grid(alpha=0.3, which="both")
+    likelihood, error = figure.axes
+    means = (float(line["mean"]) for line in traces if line["metric"] == "test_log_likelihood")
+    best = max(filter(math.isfinite, means), default=0.0)
+    likelihood.set_ylim(bottom=best - BELOW, top=best + 0.1 * BELOW)
+    error.set(yscale="log")
+    likelihood.legend(fontsize=8)
+    _pages.save(figure, path)
