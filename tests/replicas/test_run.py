@@ -276,13 +276,20 @@ def test_reasons_are_those_of_single_runs(method):
         assert reason == str(alone.value)
 
 
-def test_a_precision_that_overflows_is_a_failure():
+@pytest.mark.parametrize("method", METHODS)
+def test_a_precision_that_overflows_is_a_failure(method):
     """The gradients are finite, but N times their squares are not."""
-    runs = replicas.build(lambda p, b: -b * p["w"], num_replicas=3, num_data=[10, 10**10, 10], rank=0, lr=0.1)
-    state, info = runs.update(runs.init({"w": torch.zeros(())}), torch.full((3, 40), 1e18))
+    options = {"rank": 0, "lr": 0.1}
+    sizes, start, batch = [10, 10**10, 10], {"w": torch.zeros(())}, torch.full((3, 40), 1e18)
+    runs = replicas.build(lambda p, b: -b * p["w"], num_replicas=3, num_data=sizes, method=method, **options)
+    state, info = runs.update(runs.init(start), batch)
     assert [failure.replica for failure in info.failures] == [1]
     assert "the new precision of parameter 'w'" in info.failures[0].reason
     assert state.step.tolist() == [1, 0, 1]
+    alone = METHODS[method].build(lambda p, b: -b * p["w"], num_data=sizes[1], **options)
+    with pytest.raises(NumericalError) as error:
+        alone.update(alone.init(start), batch[1])
+    assert str(error.value) == info.failures[0].reason
 
 
 def test_sums_may_overflow_where_no_entry_does():

@@ -31,10 +31,10 @@ TRACES = {"test_log_likelihood": "trace_log_likelihood", "test_rmse": "trace_rms
 # The figure leaves out log-likelihoods so far below the best, at which training begins.
 BELOW = 4.0
 ABOUT = """\
-The paper's first attempt at SLANG, at rank 1, on the eight sets of the table above. Networks, splits, search and rates
-are those of that table, so that both methods can be compared. The paper's own table of OnlineEig had other ones: one
-box for all sets, and for all sets the learning rates "α = 0.01 and β = (0.9, 0.999)". ✓ means at least as good as the
-paper's, up to one standard error of its own; *better* that it is strictly better.
+The paper's first attempt at SLANG, at rank 1, on the eight UCI sets. Networks, splits, search and rates are those of
+the table of SLANG, so that both methods can be compared. The paper's own table of OnlineEig had other ones: one box for
+all sets, and for all sets the learning rates "α = 0.01 and β = (0.9, 0.999)". ✓ means at least as good as the paper's,
+up to one standard error of its own; *better* that it is strictly better.
 
 The paper also shows a figure of "convergence of a Bayesian neural network on the Energy dataset", in which "better
 structured approximation leads to faster convergence". It does not say which quantity, methods and splits are drawn; the

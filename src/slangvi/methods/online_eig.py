@@ -82,8 +82,8 @@ def update(
     step, weight = state.step + 1, num_data / gradients.num_rows
     beta = precision_lr or lr
     rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, 1 - momentum**step)
-    total, whole_diag = gradients.sum(), weight * gradients.square_sum()
-    require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, whole_diag)
+    total, squares = gradients.sum(), gradients.square_sum()
+    require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, squares)
     try:
         fresh, pairs = weighted_eigenvectors(gradients, weight, state.prec_factor)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # sums may not fit the dtype together
@@ -91,7 +91,7 @@ def update(
             f"step {step}: the curvature of all parameters together is not finite. The state is unchanged. "
             + GRADIENT_REMEDY
         ) from error
-    found = Found(total, whole_diag, fresh, matched(fresh, state.prec_factor))
+    found = Found(total, weight * squares, fresh, matched(fresh, state.prec_factor))
     new = propose(state.loc, state.prec_factor, state.prec_diag, state.momentum, found, weight, prior, rates)
     if not math.isfinite(new.told.sum()):
         require_finite("the new precision", step, state.spec, STATE_REMEDY, new.prec_diag, new.prec_factor)
