@@ -40,8 +40,7 @@ def done(settings):
 
 
 def trace_cell(settings, method):
-    cells = uci_online_eig.along(uci.chosen(settings), quick=True)
-    return next(cell for cell in cells if cell.settings["learner"] == method)
+    return next(cell for cell in uci_online_eig.along(settings) if cell.settings["learner"] == method)
 
 
 def computed(cell, folder, report=lambda done, steps: False):
@@ -51,14 +50,21 @@ def computed(cell, folder, report=lambda done, steps: False):
 # ---- cells ----
 
 
-def test_cells_are_those_of_the_first_table_with_another_learner():
-    common = uci.chosen(Settings())
-    first, ours = (uci.plan(common, ["boston"], [method])[0] for method in ("slang_1", "online_eig_1"))
-    assert (first.group, first.settings, first.work) == (ours.group, ours.settings, ours.work)
-    assert first.fingerprint != ours.fingerprint
+def test_cells_differ_from_the_first_table_in_method_and_rates():
+    (first,) = uci.plan(uci.chosen(Settings()), ["boston"], ["slang_1"])
+    (ours,) = uci.plan(uci_online_eig.chosen(Settings()), ["boston"], ["online_eig_1"])
+    assert (first.group, first.work) == (ours.group, ours.work)
+    assert dict(first.settings) | {"lr": 0.02, "precision_lr": 0.01} == ours.settings
     assert set(uci_online_eig.METHODS) | set(uci_online_eig.DRAWN_METHODS) <= set(LEARNERS)
-    labels = [cell.label for cell in (ours, *uci_online_eig.along(common, quick=False))]
-    assert len(labels) == len(set(labels))
+
+
+def test_cells_of_the_figure_have_names_and_rates_of_their_own():
+    cells = uci_online_eig.along(Settings())
+    labels = {cell.label for cell in (*cells, *uci.plan(uci.chosen(Settings()), ["energy"], LEARNERS))}
+    assert len(labels) == len(cells) + len(LEARNERS)
+    rates = {cell.settings["learner"]: (cell.settings["lr"], cell.settings["precision_lr"]) for cell in cells}
+    assert rates["slang_1"] == (uci.LR, uci.PRECISION_LR)
+    assert {rates[f"online_eig_{rank}"] for rank in (1, 2, 5)} == {(0.02, 0.01)}
 
 
 def test_the_trace_is_that_of_training_without_a_look(settings, tmp_path):

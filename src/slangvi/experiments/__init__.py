@@ -19,7 +19,7 @@ EXPERIMENTS = {
     "bnn-convergence": "How fast networks converge, with SLANG and with Bayes by Backprop.",
     "uci": "Regression with small networks on eight UCI sets, with a search for noise and prior.",
     "uci-stability": "What makes training of these networks fail, and what prevents it.",
-    "uci-online-eig": "SLANG-OnlineEig on the UCI sets, with its convergence on Energy.",
+    "uci-online-eig": "SLANG-OnlineEig on the UCI sets, and its convergence on Energy.",
 }
 
 

@@ -25,42 +25,55 @@ TITLE = "SLANG-OnlineEig with networks (UCI)"
 DATASETS = tuple(SETS)
 METHODS = ("online_eig_1",)
 BESIDE = "slang_1"
+# At the start, for all sets. SLANG's rates let runs on Boston and Yacht blow up, see `ABOUT`.
+LR, PRECISION_LR = 0.02, 0.01
 # The figure: where, and for whom. Cells with a trace have names of their own beside those of the table.
 DRAWN, DRAWN_METHODS, ALONG = "energy", ("bbb", "slang_1", "online_eig_1", "online_eig_2", "online_eig_5"), "-trace"
 TRACES = {"test_log_likelihood": "trace_log_likelihood", "test_rmse": "trace_rmse"}
 # The figure leaves out log-likelihoods so far below the best, at which training begins.
 BELOW = 4.0
-ABOUT = """\
-The paper's first attempt at SLANG, at rank 1, on the eight UCI sets. Networks, splits, search and rates are those of
-the table of SLANG, so that both methods can be compared. The paper's own table of OnlineEig had other ones: one box for
-all sets, and for all sets the learning rates "α = 0.01 and β = (0.9, 0.999)". ✓ means at least as good as the paper's,
-up to one standard error of its own; *better* that it is strictly better.
+ABOUT = f"""\
+The paper's first attempt at SLANG, at rank 1, on the eight UCI sets. Networks, splits and search are those of the table
+of SLANG, so that both methods can be compared. The rates begin at $\\alpha = {LR}$ and $\\beta = {PRECISION_LR}$ and
+fall along a half cosine. SLANG's own, {uci.LR} and {uci.PRECISION_LR}, are too fast for OnlineEig: an average of
+eigenvectors that point here and there is shorter than they are, and the precision too small where curvature is largest.
+They were judged on a fifth of each training part that was held out, with τ and λ in the middle of their box. On Boston
+SLANG's rates ended six runs at RMSEs of 5.0 in the median and 1,322 at worst, these rates ten runs at 3.4 and 4.5; on
+Yacht eighteen runs at 1.3 and 104, and ten at 1.2 and 1.8. The paper's table of OnlineEig had one box for all sets, and
+for all sets the learning rates "α = 0.01 and β = (0.9, 0.999)". ✓ means at least as good as the paper's, up to one
+standard error of its own; *better* that it is strictly better.
 
 The paper also shows a figure of "convergence of a Bayesian neural network on the Energy dataset", in which "better
 structured approximation leads to faster convergence". It does not say which quantity, methods and splits are drawn; the
 source calls it a log-likelihood. Ours has the log-likelihood and the RMSE of the test part along the way, for Bayes by
-Backprop, SLANG at rank 1 and OnlineEig at ranks 1, 2 and 5, with τ and λ in the middle of their box and without a
-search.
+Backprop, SLANG at rank 1 and OnlineEig at ranks 1, 2 and 5, each with its own rates, with τ and λ in the middle of the
+box and without a search.
 """
 
 
-def along(common: dict[str, Any], quick: bool) -> list[Cell]:
+def chosen(settings: Settings) -> dict[str, Any]:
+    """As in `uci`, with rates of its own."""
+    return uci.chosen(settings) | {"lr": LR, "precision_lr": PRECISION_LR}
+
+
+def along(settings: Settings) -> list[Cell]:
     """The cells of the figure."""
-    settings = common | {"evaluations": 0, "test_draws": 20 if quick else 100, "trace_points": 8 if quick else 60}
-    work = "slangvi.experiments._uci_cells:compute_trace"
-    return [
-        Cell(NAME, DRAWN, f"{method}{ALONG}", settings_of(DRAWN, settings | {"learner": method}), work, cost=0.05)
-        for method in DRAWN_METHODS
-    ]
+    quick, work = settings.quick, "slangvi.experiments._uci_cells:compute_trace"
+    looks = {"evaluations": 0, "test_draws": 20 if quick else 100, "trace_points": 8 if quick else 60}
+    cells = []
+    for method in DRAWN_METHODS:
+        common = (chosen if method.startswith("online_eig") else uci.chosen)(settings)
+        own = settings_of(DRAWN, common | looks | {"learner": method})
+        cells.append(Cell(NAME, DRAWN, f"{method}{ALONG}", own, work, cost=0.05))
+    return cells
 
 
 def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome:
     """Train what is not trained yet, and write the tables; those of the figure with their data set."""
-    common = uci.chosen(settings)
+    common, drawn = chosen(settings), along(settings)
     datasets = choose("dataset", settings.datasets, DATASETS)
     methods = choose("method", settings.methods, METHODS)
     cells = uci.plan(common, datasets, methods), uci.plan(common, DATASETS, METHODS)
-    drawn = along(common, settings.quick)
     traced = Along(drawn if DRAWN in datasets else [], drawn)
     return run_table(NAME, *cells, uci.COLUMNS, common, settings, progress, TRACES, along=traced)
 
