@@ -10,7 +10,7 @@ import pytest
 
 import experimenting
 from slangvi.experiments._cells import Attempt, Stopped, compute, forget, read, read_cell, write
-from slangvi.experiments._files import put
+from slangvi._files import put
 
 
 def silent(done: int, steps: int) -> bool:
