@@ -215,6 +215,11 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         self._mirror.write(self._state.loc)
         torch.clear_autocast_cache()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients were collected since the last step; a `state_dict` does not hold them."""
+        return bool(self._rows)
+
     def discard_gradients(self) -> None:
         """Forget gradients collected since the last step, e.g. after skipping a batch half way."""
         self._rows = []
@@ -277,9 +282,10 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 UserWarning,
                 stacklevel=3,
             )
-        if self.generator is not None and saved["generator"] is not None:
-            self.generator.set_state(saved["generator"].cpu())
+        random = self._random_state(saved["generator"])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        if self.generator is not None and random is not None:
+            self.generator.set_state(random)
         like = self._state.loc
         tensors = {name: value.detach().to(like.device, copy=True) for name, value in saved["tensors"].items()}
         self._state = replace(self._state, step=int(saved["step"]), **tensors)  # type: ignore[type-var]
@@ -333,6 +339,26 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             moved["loc"] = self._mirror.read(moved["loc"])
             self._state = replace(self._state, **moved)  # type: ignore[type-var]
             self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, moved["loc"])
+
+    def _random_state(self, saved: Tensor | None) -> Tensor | None:
+        """A saved state of the generator, seen to be one before anything is changed."""
+        if saved is None:
+            return None
+        if self.generator is None:
+            warnings.warn(
+                "state_dict holds the state of a generator, and this optimizer has none: its draws will be others. "
+                "Build it with generator=torch.Generator() to go on with the same draws.",
+                UserWarning,
+                stacklevel=outside_frames(),
+            )
+            return None
+        try:
+            torch.Generator(self.generator.device).set_state(saved.cpu())
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"state_dict['generator'] is no state of a generator on {self.generator.device}: {error}"
+            ) from error
+        return saved.cpu()
 
     def _checked_generator(self) -> torch.Generator | None:
         device = self._state.loc.device
