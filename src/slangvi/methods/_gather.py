@@ -189,13 +189,13 @@ class FactoredGatherer:
         simple = self.verify and same_dtype and capture.assembler.rules_sufficed and fast.possible
         # Looking costs a pass: a model that did not agree a few times is asked again when a check is due only.
         if simple and (_due(self._uses[kind]) or self._undecided(kind)):
-            found = _agreeing(fast, thetas, batch, groups)
-            if found is not None:
+            together = _agreeing(fast, thetas, batch, groups)
+            if together is not None:
                 self._simple[kind] = fast
                 self._misses[kind] = 0
                 # Rows of the pass that later batches take, though both are right: a run that was interrupted begins
                 # with checks again, and must round as the one that was not.
-                return self._checked(spec, found, thetas, count)
+                return self._checked(spec, together, thetas, count)
             if kind in self._misses:
                 self._misses[kind] += 1
         return self.operator(spec, groups, thetas), float(torch.stack(values).mean())
