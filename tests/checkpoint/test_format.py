@@ -305,3 +305,54 @@ def test_another_run_is_no_reason_to_fall_back(path):
     slangvi.save(path, at(2))
     with pytest.raises(CheckpointError, match="rank"):
         slangvi.load(path, slangvi.slang.init({"w": torch.zeros(3)}, rank=2), fallback=True)
+
+
+# ---- headers that were written by somebody else, checksums and all
+
+
+def forged(path, change):
+    """A checkpoint whose header was changed, with the right checksum."""
+    slangvi.save(path, at(1))
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    header = json.loads(metadata["header"])
+    change(header)
+    text = json.dumps(header)
+    save_file(tensors, path, metadata | {"header": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h.pop("run"),
+        lambda h: h.pop("extras"),
+        lambda h: h.update(run={"$unknown": 1}),
+        lambda h: h.update(run={"$record": ["os.system", {"command": "true"}]}),
+        lambda h: h.update(run={"$record": ["low-rank", {"loc": 1}]}),
+        lambda h: h.update(run={"$tensor": "elsewhere"}),
+        lambda h: h.update(run={"$tuple": 3}),
+        lambda h: h.update(run=json.loads("[" * 800 + "]" * 800)),
+        lambda h: h["run"]["$record"][1].update(loc=3),
+        lambda h: h["run"]["$record"][1]["spec"]["$record"][1].update(names={"$tuple": ["v"]}),
+    ],
+)
+def test_forged_headers_are_refused(path, change):
+    forged(path, change)
+    with pytest.raises(CheckpointError, match=r"run.safetensors"):
+        slangvi.load(path, at(0))
+
+
+def test_states_in_files_of_ones_own(tmp_path):
+    state, path = slangvi.replicas.init({"w": torch.arange(3.0)}, 2, 1), tmp_path / "run.pt"
+    torch.save({"mine": slangvi.checkpoint.state_dict(state)}, path)
+    saved = torch.load(path, weights_only=True)["mine"]
+    found = slangvi.checkpoint.from_state_dict(saved, state)
+    assert torch.equal(found.loc, state.loc)
+    assert found.spec == state.spec
+    with pytest.raises(CheckpointError, match=r"loc is \(2, 3\) .* this has \(3, 3\)"):
+        slangvi.checkpoint.from_state_dict(saved, slangvi.replicas.init({"w": torch.arange(3.0)}, 3, 1))
+    with pytest.raises(CheckpointError, match=r"was not made by slangvi.checkpoint.state_dict"):
+        slangvi.checkpoint.from_state_dict({"loc": 1})
+    state.loc.fill_(9.0)
+    assert saved["tensors"]["run.loc"].max() == 2.0

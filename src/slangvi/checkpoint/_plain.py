@@ -171,6 +171,8 @@ def _record(content: Any, tensors: Mapping[str, Tensor]) -> Any:
     fields = {key: decode(part, tensors) for key, part in parts.items()}
     if name == "layout":
         fields["shapes"] = tuple(map(torch.Size, fields["shapes"]))
+    if set(fields) != set(RECORDS[name].fields):
+        raise ValueError(f"a {name!r} has the fields {RECORDS[name].fields}, not {tuple(fields)}")
     return RECORDS[name].kind(**fields, **RECORDS[name].options)
 
 

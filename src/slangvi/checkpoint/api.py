@@ -18,7 +18,7 @@ from slangvi.checkpoint._things import described, misfit, taken_apart, unlike_mo
 from slangvi.errors import CheckpointError
 from slangvi.optimizer import VariationalOptimizer
 
-__all__ = ["describe", "load", "previous_path", "save"]
+__all__ = ["describe", "from_state_dict", "load", "previous_path", "save", "state_dict"]
 
 _RESERVED = ("fallback", "across_devices")
 
@@ -40,7 +40,7 @@ def save(path: str | os.PathLike[str], thing: Any, /, **extras: Any) -> None:
 
     Example:
         >>> folder = getfixture("tmp_path")
-        >>> import slangvi
+        >>> import slangvi, torch
         >>> opt = slangvi.SLANG(torch.nn.Linear(2, 1), num_data=10, rank=1)
         >>> slangvi.save(folder / "run.safetensors", opt, epoch=3)
         >>> about = slangvi.checkpoint.describe(folder / "run.safetensors")
@@ -96,15 +96,72 @@ def load(
     _checks.flag("fallback", fallback)
     _checks.flag("across_devices", across_devices)
     source, header, tensors = _opened(Path(path), fallback)
-    problem = _mismatch(header, into, across_devices) or check_extras(header["extras"], extras, across_devices)
+    try:
+        return _taken_up(header, tensors, into, extras, across_devices)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source} does not fit: {error}") from error
+
+
+def state_dict(thing: Any, /) -> dict[str, Any]:
+    """A state, posterior or optimizer as plain containers and tensors, for files of your own.
+
+    `torch.save` writes it, and `torch.load(path, weights_only=True)` reads it; it has no checksums.
+
+    Args:
+        thing: as in `save`.
+
+    Example:
+        >>> import slangvi, torch
+        >>> state = slangvi.slang.init({"w": torch.zeros(3)}, rank=1)
+        >>> saved = state_dict(state)
+        >>> saved["method"], saved["step"], sorted(saved["tensors"])
+        ('low-rank', 0, ['run.loc', 'run.momentum', 'run.prec_diag', 'run.prec_factor'])
+        >>> from_state_dict(saved, state).loc
+        tensor([0., 0., 0.])
+    """
+    tensors: dict[str, Tensor] = {}
+    about, run = taken_apart(thing, tensors)
+    copies = {name: value.detach().clone() for name, value in tensors.items()}
+    return {**about, "format_version": VERSION, "run": run, "tensors": copies}
+
+
+def from_state_dict(saved: dict[str, Any], into: Any = None, /, *, across_devices: bool = False) -> Any:
+    """What `state_dict` took apart.
+
+    Args:
+        saved: as `state_dict` returned it.
+        into: as in `load`.
+        across_devices: as in `load`.
+
+    Returns:
+        The optimizer, or the state or posterior that was saved.
+    """
+    if not isinstance(saved, dict) or saved.get("format_version") != VERSION:
+        raise CheckpointError("this was not made by slangvi.checkpoint.state_dict of this version.")
+    return _taken_up({"extras": {}, **saved}, saved["tensors"], into, {}, across_devices)
+
+
+def _taken_up(
+    header: dict[str, Any], tensors: dict[str, Tensor], into: Any, extras: dict[str, Any], across_devices: bool
+) -> Any:
+    """Everything is checked, and then put in its place."""
+    if into is not None and not isinstance(into, VariationalOptimizer) and record_of(into) is None:
+        raise TypeError(
+            f"into must be an optimizer of slangvi, a state or a posterior like the saved one, or None, got "
+            f"{type(into).__name__}."
+        )
+    try:
+        problem = _mismatch(header, into, across_devices) or check_extras(header["extras"], extras, across_devices)
+        run = None if problem else decode(header["run"], tensors)
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(f"its header cannot be understood ({type(error).__name__}: {error}).") from error
     if problem:
-        raise CheckpointError(f"{source} does not fit: {problem}.")
-    run = decode(header["run"], tensors)
+        raise CheckpointError(f"{problem}.")
     try:
         with restored(header["extras"], tensors, extras):
-            return _taken_over(run, header["device"], into)
-    except (ValueError, CheckpointError) as error:
-        raise CheckpointError(f"{source} does not fit: {error}") from error
+            return _placed(run, header["device"], into)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -174,19 +231,14 @@ def _opened(path: Path, fallback: bool) -> tuple[Path, dict[str, Any], dict[str,
 
 
 def _mismatch(header: dict[str, Any], into: Any, across_devices: bool) -> str:
-    if isinstance(into, VariationalOptimizer) or record_of(into) is not None:
-        return unlike_model(header, described(into), across_devices)
     if into is not None:
-        raise TypeError(
-            f"into must be an optimizer of slangvi, a state or a posterior like the saved one, or None, got "
-            f"{type(into).__name__}."
-        )
+        return unlike_model(header, described(into), across_devices)
     if header["kind"] == "optimizer":
         return "it is of an optimizer. Build one on the model like the one that was saved, and pass it as `into`"
     return ""
 
 
-def _taken_over(run: Any, device: str, into: Any) -> Any:
+def _placed(run: Any, device: str, into: Any) -> Any:
     """What was saved, in its place or where another is."""
     if into is None:
         return run
