@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.distributions import Distribution
 from torch.optim import Optimizer
 
 from slangvi import _checks
+from slangvi._bad_batches import BadBatches
 from slangvi._flat import FlatState, Mirror, check_packed, pack, state_dtype, tensors_of
 from slangvi._groups import GroupValues, check_group
 from slangvi._out_of_memory import out_of_memory_advice
@@ -74,6 +76,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         self._ready = self._warned = False
         self._rows: list[RowGroup] = []
         self._sampling = False
+        self._bad = BadBatches()
         if isinstance(params, Tensor):
             raise TypeError(
                 "params must be an iterable of parameters or groups, got a single tensor. Put it in a list."
@@ -159,7 +162,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             closure: computes the loss and calls backward; it is run `mc_samples` times, each at its own draw.
 
         Returns:
-            The mean of the closure's losses, or None. A step that fails leaves state and weights as they were.
+            The mean of the closure's losses, or None. A step that fails leaves state and weights as they were. With
+            `max_bad_batches` a batch with NaN or Inf is passed over, and the loss of its closure is NaN.
         """
         if self._sampling:
             raise RuntimeError("step() was called inside sampled_params. Leave the block first.")
@@ -170,12 +174,27 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             scale, skip = self._amplification()
             if not skip:
                 self._take([row.scaled(1.0 / scale) for row in rows], losses)
-        except BaseException:
+        except BaseException as error:
             # GradScaler takes these away only after a step that went well.
             self.__dict__.pop("grad_scale", None)
             self.__dict__.pop("found_inf", None)
-            raise
+            if not isinstance(error, NumericalError):
+                raise
+            self._pass_over(error)
+            return None if closure is None else math.nan
         return _mean(losses)
+
+    @property
+    def num_skipped(self) -> int:
+        """Batches with NaN or Inf that were passed over, see `max_bad_batches`."""
+        return self._bad.total
+
+    def _pass_over(self, error: NumericalError) -> None:
+        """Go on without the batch that failed, unless there were too many."""
+        self._bad.met(error, self.settings.max_bad_batches)
+        self.discard_gradients()
+        if self.info is not None:
+            self.info = replace(self.info, skipped=self.num_skipped)  # type: ignore[type-var]
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -201,6 +220,9 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         if losses:
             fit = self._log_likelihood(losses, sum(group.num_rows for group in rows))
             info = replace(info, expected_log_likelihood=fit)  # type: ignore[type-var]
+        self._bad.in_a_row = 0
+        if self.num_skipped:
+            info = replace(info, skipped=self.num_skipped)  # type: ignore[type-var]
         self._state, self.info = state, info
         self._write_mean()
 
@@ -268,6 +290,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         self._sync()
         packed = super().state_dict()
         packed["slangvi"] = pack(type(self).__name__, self._state, self.generator, self.settings.num_data)
+        packed["slangvi"]["bad_batches"] = [self._bad.in_a_row, self._bad.total]
         return packed
 
     @torch.no_grad()
@@ -289,6 +312,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         like = self._state.loc
         tensors = {name: value.detach().to(like.device, copy=True) for name, value in saved["tensors"].items()}
         self._state = replace(self._state, step=int(saved["step"]), **tensors)  # type: ignore[type-var]
+        self._bad = BadBatches(*saved.get("bad_batches", (0, 0)))
         self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, like)
         self.discard_gradients()
         self._mirror.write(self._state.loc)
