@@ -47,12 +47,11 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_optimizer_resumes_at_every_step(name, dtype, path):
+def test_every_optimizer_resumes_at_every_step(name, path):
     kind, options = CLASSES[name]
 
     def begin(seed):
-        model, x, y = model_and_data(seed, dtype)
+        model, x, y = model_and_data(seed, torch.float32)
         generator = torch.Generator().manual_seed(seed)
         return kind(model, **({"num_data": N, "lr": 0.1, "generator": generator} | options)), x, y
 
@@ -205,8 +204,8 @@ def test_a_half_precision_model_keeps_the_digits_of_its_mean(path):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_method_resumes_at_every_step(name, dtype, path):
+def test_every_method_resumes_at_every_step(name, path):
+    dtype = torch.float32
     build, options = METHODS[name]
 
     def begin():
@@ -247,13 +246,13 @@ def test_runs_through_the_layers_of_a_model_resume_at_every_step(name, draws, pa
     params = {key: value.detach() for key, value in model.named_parameters()}
     generator, vi = torch.Generator().manual_seed(0), begin()
     state = vi.init(params)
-    for k in range(6):
+    for k in range(4):
         slangvi.save(path.with_name(f"{k}"), state, generator=generator)
         state, _ = vi.update(state, (x, y), generator=generator)
-    for k in range(6):
+    for k in range(4):
         fresh, source = begin(), torch.Generator()
         other = slangvi.load(path.with_name(f"{k}"), fresh.init(params), generator=source)
-        for _ in range(6 - k):
+        for _ in range(4 - k):
             other, _ = fresh.update(other, (x, y), generator=source)
         assert equal(other, state), k
 

@@ -199,6 +199,24 @@ def test_two_optimizers_on_one_model_do_not_disturb_each_other():
     assert other._state.step == 0
 
 
+def test_two_optimizers_that_take_turns_see_nothing_of_each_other_but_the_weights():
+    """The same with the other one's weights put in by hand, and no other optimizer."""
+    model, x, y = model_and_data()
+    head, body = make(model, params=model[2].parameters()), make(model, seed=2, params=model[0].parameters())
+    moves = []
+    for _ in range(3):
+        train(head, x, y, steps=1)
+        train(body, x, y, steps=1)
+        moves.append({name: value.clone() for name, value in model[0].state_dict().items()})
+    assert head.info.step == body.info.step == 3
+    other, _, _ = model_and_data()
+    alone = make(other, params=other[2].parameters())
+    for move in moves:
+        train(alone, x, y, steps=1)
+        other[0].load_state_dict(move)
+    assert_identical(head, alone)
+
+
 def test_elbo_and_kl_in_two_parts():
     model, x, y = model_and_data()
     opt = train(make(model, prior_precision=2.0), x, y)
