@@ -247,6 +247,18 @@ def test_a_disk_that_refuses_leaves_the_old_file(path, monkeypatch):
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+def test_a_file_that_may_not_be_read(path, monkeypatch):
+    """Pretended, since the tests may run as one who may do everything."""
+    slangvi.save(path, at(1))
+
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_format, "safe_open", refuse)
+    with pytest.raises(CheckpointError, match="may not be read: Permission denied"):
+        slangvi.load(path, fallback=True)
+
+
 def test_names_links_and_folders(tmp_path):
     state = slangvi.slang.init({"w": torch.zeros(3)}, rank=1)
     odd = tmp_path / "a folder" / "Lauf Nr. 1 – größer [x].ckpt"
@@ -332,6 +344,8 @@ def forged(path, change):
         lambda h: h.update(run={"$record": ["low-rank", {"loc": 1}]}),
         lambda h: h.update(run={"$tensor": "elsewhere"}),
         lambda h: h.update(run={"$tuple": 3}),
+        lambda h: h.update(tensors=[]),
+        lambda h: h.update(tensors={}),
         lambda h: h.update(run=json.loads("[" * 800 + "]" * 800)),
         lambda h: h["run"]["$record"][1].update(loc=3),
         lambda h: h["run"]["$record"][1]["spec"]["$record"][1].update(names={"$tuple": ["v"]}),
@@ -356,3 +370,14 @@ def test_states_in_files_of_ones_own(tmp_path):
         slangvi.checkpoint.from_state_dict({"loc": 1})
     state.loc.fill_(9.0)
     assert saved["tensors"]["run.loc"].max() == 2.0
+
+
+def test_a_header_too_deep_to_read_is_refused(path):
+    forged(path, lambda h: None)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    text = "[" * 100_000 + "]" * 100_000
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    save_file(load_file(path), path, metadata | {"header": text, "sha256": digest})
+    with pytest.raises(CheckpointError, match=r"run.safetensors is damaged"):
+        slangvi.load(path)

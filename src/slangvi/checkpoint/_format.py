@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -40,6 +41,11 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+# What safetensors, JSON and a header of another shape may raise.
+_SPOILT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+_UNREADABLE = (SafetensorError, OSError, *_SPOILT)
 
 
 class DamagedError(CheckpointError):
@@ -112,7 +118,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise CheckpointError(f"{path} is not a file. Give the path of a checkpoint.")
     try:
         with safe_open(path, framework="pt") as file:
@@ -123,7 +129,9 @@ def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Any], dict[str, Ten
             return header, {name: _tensor(path, name, file.get_tensor(name), header) for name in names}
     except FileNotFoundError as error:
         raise DamagedError(f"there is no file {path}.") from error
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except PermissionError as error:
+        raise CheckpointError(f"{path} may not be read: {error.strerror or error}. Change its permissions.") from error
+    except _UNREADABLE as error:
         raise DamagedError(f"{path} {_what_it_is(path)} ({str(error).strip() or type(error).__name__}).") from error
 
 

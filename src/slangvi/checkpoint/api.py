@@ -192,7 +192,7 @@ def previous_path(path: str | os.PathLike[str]) -> Path:
 def _target(path: str | os.PathLike[str]) -> Path:
     """Where to write: through a link, and never over what is not a file."""
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
+    if os.path.exists(target) and not os.path.isfile(target):
         raise CheckpointError(f"{path} is not a file and cannot be replaced by one. Give the path of a file.")
     return target
 
@@ -211,7 +211,7 @@ def _opened(path: Path, fallback: bool) -> tuple[Path, dict[str, Any], dict[str,
     try:
         return path, *read(path)
     except DamagedError as error:
-        if not previous.is_file():
+        if not os.path.isfile(previous):
             raise
         try:
             found = read(previous)
