@@ -10,6 +10,15 @@ import slangvi
 from slangvi._flat import tensors_of
 
 N = 40
+# One row for every optimizer.
+CLASSES = {
+    "SLANG": (slangvi.SLANG, {"rank": 2}),
+    "VOGN": (slangvi.VOGN, {}),
+    "FullGaussian": (slangvi.FullGaussian, {}),
+    "OnlineEig": (slangvi.OnlineEig, {"rank": 2}),
+    "BBB": (slangvi.BBB, {}),
+    "MCDropout": (slangvi.MCDropout, {"rates": 0.2}),
+}
 
 
 def model_and_data(seed=0, dtype=torch.float64):

@@ -72,11 +72,12 @@ ALLOWED = {
     # scikit-learn bundles some of the data; it may be missing, so it is imported where it is used.
     "slangvi.data": {
         *("torch", "numpy", "sklearn", "slangvi.data"),
-        *("slangvi.types", "slangvi.errors", "slangvi._checks", "slangvi.likelihoods"),
+        *("slangvi.types", "slangvi.errors", "slangvi._checks", "slangvi.likelihoods", "slangvi._files"),
     },
     "slangvi.distributions": {"torch", "slangvi.linalg", "slangvi.types"},
     "slangvi.types": {"torch", "slangvi.errors"},
     "slangvi.errors": {"torch"},
+    "slangvi._files": set(),
     "slangvi._out_of_memory": {"torch", "slangvi.errors"},
     "slangvi._checks": {"torch", "slangvi.types", "slangvi.errors"},
     "slangvi.likelihoods": {"torch", "slangvi.errors", "slangvi._checks", "slangvi.types", "slangvi.quadrature"},

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 from slangvi._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from slangvi import checkpoint as checkpoint
     from slangvi import data as data
     from slangvi import metrics as metrics
     from slangvi import replicas as replicas
     from slangvi._steps import ELBO as ELBO
     from slangvi._steps import inverse_time as inverse_time
+    from slangvi.checkpoint import load as load
+    from slangvi.checkpoint import save as save
     from slangvi.distributions import DensePrecisionNormal as DensePrecisionNormal
     from slangvi.distributions import LowRankPrecisionNormal as LowRankPrecisionNormal
+    from slangvi.errors import CheckpointError as CheckpointError
     from slangvi.errors import DataError as DataError
     from slangvi.errors import MemoryExceededError as MemoryExceededError
     from slangvi.errors import NumericalError as NumericalError
@@ -75,6 +79,10 @@ __all__ = [
     "functional_samples",
     "predictive_samples",
     "metrics",
+    # checkpoints
+    "save",
+    "load",
+    "checkpoint",
     # data
     "data",
     # memory and speed
@@ -83,6 +91,7 @@ __all__ = [
     # extension and errors
     "register_rule",
     "VariationalOptimizer",
+    "CheckpointError",
     "DataError",
     "MemoryExceededError",
     "NumericalError",
@@ -97,6 +106,9 @@ _HOMES = {
     "inverse_time": "slangvi._steps",
     "LowRankPrecisionNormal": "slangvi.distributions",
     "DensePrecisionNormal": "slangvi.distributions",
+    "CheckpointError": "slangvi.errors",
+    "load": "slangvi.checkpoint",
+    "save": "slangvi.checkpoint",
     "DataError": "slangvi.errors",
     "MemoryExceededError": "slangvi.errors",
     "NumericalError": "slangvi.errors",
@@ -126,6 +138,7 @@ _MODULES = {
     "exact": "slangvi.methods.exact",
     "bbb": "slangvi.methods.bbb",
     "mc_dropout": "slangvi.methods.mc_dropout",
+    "checkpoint": "slangvi.checkpoint",
     "data": "slangvi.data",
     "metrics": "slangvi.metrics",
     "replicas": "slangvi.replicas",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from slangvi.types import ParamSpec
 
-__all__ = ["FlatState", "Mirror", "check_packed", "pack", "state_dtype", "tensors_of"]
+__all__ = [
+    "FlatState",
+    "Mirror",
+    "check_packed",
+    "layout_mismatch",
+    "pack",
+    "possible",
+    "state_dtype",
+    "tensors_of",
+]
 
 
 class FlatState(Protocol):
@@ -165,16 +174,9 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
         raise ValueError(f"state_dict['slangvi'] has no {sorted(missing)[0]!r}: it is incomplete.")
     if packed["method"] != method:
         raise ValueError(f"state_dict is of method {packed['method']!r}, this optimizer is {method!r}.")
-    mine = list(zip(state.spec.names, map(list, state.spec.shapes), strict=True))
-    theirs = list(zip(packed["names"], map(list, packed["shapes"]), strict=True))
-    for ours, other in zip(mine, theirs, strict=False):
-        if ours != other:
-            raise ValueError(
-                f"state_dict does not fit the model: expected parameter {ours[0]!r} of shape {ours[1]}, "
-                f"found {other[0]!r} of shape {other[1]}."
-            )
-    if len(mine) != len(theirs):
-        raise ValueError(f"state_dict has {len(theirs)} parameters, the optimizer has {len(mine)}.")
+    unlike = layout_mismatch(packed["names"], packed["shapes"], state.spec)
+    if unlike:
+        raise ValueError(f"state_dict does not fit the model: {unlike}.")
     for name, word in _words(state).items():
         said = packed.get("words", {}).get(name)
         if said != word:
@@ -190,11 +192,23 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
                 f"state_dict[{name!r}] must be {tuple(value.shape)} {value.dtype}, found {what}. "
                 "Build the optimizer with the same rank and dtype."
             )
-        if not bool(torch.isfinite(found).all()) or not _possible(name, found):
+        if not bool(torch.isfinite(found).all()) or not possible(name, found):
             raise ValueError(f"state_dict[{name!r}] holds NaN, Inf or values out of its range: it is damaged.")
 
 
-def _possible(name: str, found: Tensor) -> bool:
+def layout_mismatch(names: Sequence[str], shapes: Sequence[Sequence[int]], spec: ParamSpec) -> str:
+    """The first parameter in which a saved layout is not this one, in words; empty if there is none."""
+    mine = list(zip(spec.names, map(list, spec.shapes), strict=True))
+    theirs = list(zip(names, map(list, shapes), strict=True))
+    for ours, other in zip(mine, theirs, strict=False):
+        if ours != other:
+            return f"expected parameter {ours[0]!r} of shape {ours[1]}, found {other[0]!r} of shape {other[1]}"
+    if len(mine) != len(theirs):
+        return f"it has {len(theirs)} parameters, and {len(mine)} are expected"
+    return ""
+
+
+def possible(name: str, found: Tensor) -> bool:
     """Whether a tensor of a precision, of mean squares or of rates may be one; others always may."""
     if name == "prec_matrix":
         return not bool(torch.linalg.cholesky_ex(found).info.any())

@@ -27,6 +27,7 @@ class Settings:
         memory_limit: bytes that formed gradients of a parameter, and temporaries, may take.
         routes: what to form, and how.
         compile: replay the step and the draws from CUDA graphs.
+        max_bad_batches: batches with NaN or Inf that may be skipped in a row.
     """
 
     num_data: int
@@ -40,6 +41,7 @@ class Settings:
     memory_limit: int | None = None
     routes: Routes = Routes()  # noqa: RUF009 — frozen
     compile: bool = False
+    max_bad_batches: int = 0
 
     def __post_init__(self) -> None:
         _checks.count("num_data", self.num_data, hint="Pass the number of training examples, len(train_set).")
@@ -51,5 +53,11 @@ class Settings:
         _checks.flag("precision_warmup", self.precision_warmup)
         _checks.flag("verify", self.verify)
         _checks.flag("compile", self.compile)
+        _checks.count("max_bad_batches", self.max_bad_batches, least=0, hint="0 raises at the first one.")
+        if self.compile and self.max_bad_batches:
+            raise ValueError(
+                "max_bad_batches must be 0 with compile=True: a replayed step is still running when the next batch "
+                "comes, and its error is known only then. Drop one of them."
+            )
         if self.memory_limit is not None:
             _checks.count("memory_limit", self.memory_limit, hint="It is a number of bytes.")

@@ -3,12 +3,17 @@
 import torch
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "MemoryExceededError",
     "NumericalError",
     "UnsupportedModuleError",
     "UnverifiedGradientsWarning",
 ]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, cannot be read, or is of something else; nothing was changed by it."""
 
 
 class DataError(RuntimeError):

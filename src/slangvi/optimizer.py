@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.distributions import Distribution
 from torch.optim import Optimizer
 
 from slangvi import _checks
+from slangvi._bad_batches import BadBatches
 from slangvi._flat import FlatState, Mirror, check_packed, pack, state_dtype, tensors_of
 from slangvi._groups import GroupValues, check_group
 from slangvi._out_of_memory import out_of_memory_advice
@@ -74,6 +76,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         self._ready = self._warned = False
         self._rows: list[RowGroup] = []
         self._sampling = False
+        self._bad = BadBatches()
         if isinstance(params, Tensor):
             raise TypeError(
                 "params must be an iterable of parameters or groups, got a single tensor. Put it in a list."
@@ -159,7 +162,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             closure: computes the loss and calls backward; it is run `mc_samples` times, each at its own draw.
 
         Returns:
-            The mean of the closure's losses, or None. A step that fails leaves state and weights as they were.
+            The mean of the closure's losses, or None. A step that fails leaves state and weights as they were. With
+            `max_bad_batches` a batch with NaN or Inf is passed over, and the loss of its closure is NaN.
         """
         if self._sampling:
             raise RuntimeError("step() was called inside sampled_params. Leave the block first.")
@@ -170,12 +174,27 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             scale, skip = self._amplification()
             if not skip:
                 self._take([row.scaled(1.0 / scale) for row in rows], losses)
-        except BaseException:
+        except BaseException as error:
             # GradScaler takes these away only after a step that went well.
             self.__dict__.pop("grad_scale", None)
             self.__dict__.pop("found_inf", None)
-            raise
+            if not isinstance(error, NumericalError):
+                raise
+            self._pass_over(error)
+            return None if closure is None else math.nan
         return _mean(losses)
+
+    @property
+    def num_skipped(self) -> int:
+        """Batches with NaN or Inf that were passed over, see `max_bad_batches`."""
+        return self._bad.total
+
+    def _pass_over(self, error: NumericalError) -> None:
+        """Go on without the batch that failed, unless there were too many."""
+        self._bad.met(error, self.settings.max_bad_batches)
+        self.discard_gradients()
+        if self.info is not None:
+            self.info = replace(self.info, skipped=self.num_skipped)  # type: ignore[type-var]
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -201,6 +220,9 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         if losses:
             fit = self._log_likelihood(losses, sum(group.num_rows for group in rows))
             info = replace(info, expected_log_likelihood=fit)  # type: ignore[type-var]
+        self._bad.in_a_row = 0
+        if self.num_skipped:
+            info = replace(info, skipped=self.num_skipped)  # type: ignore[type-var]
         self._state, self.info = state, info
         self._write_mean()
 
@@ -214,6 +236,11 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         """The mean into the model's parameters."""
         self._mirror.write(self._state.loc)
         torch.clear_autocast_cache()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients were collected since the last step; a `state_dict` does not hold them."""
+        return bool(self._rows)
 
     def discard_gradients(self) -> None:
         """Forget gradients collected since the last step, e.g. after skipping a batch half way."""
@@ -263,6 +290,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         self._sync()
         packed = super().state_dict()
         packed["slangvi"] = pack(type(self).__name__, self._state, self.generator, self.settings.num_data)
+        packed["slangvi"]["bad_batches"] = [self._bad.in_a_row, self._bad.total]
         return packed
 
     @torch.no_grad()
@@ -277,12 +305,14 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 UserWarning,
                 stacklevel=3,
             )
-        if self.generator is not None and saved["generator"] is not None:
-            self.generator.set_state(saved["generator"].cpu())
+        random = self._random_state(saved["generator"])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        if self.generator is not None and random is not None:
+            self.generator.set_state(random)
         like = self._state.loc
         tensors = {name: value.detach().to(like.device, copy=True) for name, value in saved["tensors"].items()}
         self._state = replace(self._state, step=int(saved["step"]), **tensors)  # type: ignore[type-var]
+        self._bad = BadBatches(*saved.get("bad_batches", (0, 0)))
         self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, like)
         self.discard_gradients()
         self._mirror.write(self._state.loc)
@@ -333,6 +363,26 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             moved["loc"] = self._mirror.read(moved["loc"])
             self._state = replace(self._state, **moved)  # type: ignore[type-var]
             self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, moved["loc"])
+
+    def _random_state(self, saved: Tensor | None) -> Tensor | None:
+        """A saved state of the generator, seen to be one before anything is changed."""
+        if saved is None:
+            return None
+        if self.generator is None:
+            warnings.warn(
+                "state_dict holds the state of a generator, and this optimizer has none: its draws will be others. "
+                "Build it with generator=torch.Generator() to go on with the same draws.",
+                UserWarning,
+                stacklevel=outside_frames(),
+            )
+            return None
+        try:
+            torch.Generator(self.generator.device).set_state(saved.cpu())
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"state_dict['generator'] is no state of a generator on {self.generator.device}: {error}"
+            ) from error
+        return saved.cpu()
 
     def _checked_generator(self) -> torch.Generator | None:
         device = self._state.loc.device

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import experimenting
+from slangvi._files import put
 from slangvi.experiments._cells import Attempt, Stopped, compute, forget, read, read_cell, write
-from slangvi.experiments._files import put
 
 
 def silent(done: int, steps: int) -> bool:

@@ -151,6 +151,17 @@ def test_the_best_point_of_every_split_is_taken(settings):
         assert kept["log_lambda"][split] == kept["search_points"][best[split], split, 1]
 
 
+def test_higher_ranks_take_noise_and_prior_from_rank_one(settings):
+    rows = uci.run(replace(settings, datasets=("yacht",), methods=("slang_8",))).rows
+    assert {row.method for row in rows} == {"slang_1", "slang_8"}
+    lender, borrower = (np.load(next((settings.cells / "uci").glob(f"yacht-slang_{rank}-*.npz"))) for rank in (1, 8))
+    for name in ("log_tau", "log_lambda"):
+        assert np.array_equal(lender[name], borrower[name])
+    assert not np.array_equal(lender["test_rmse"], borrower["test_rmse"])
+    assert "search_values" in lender
+    assert "search_values" not in borrower
+
+
 @pytest.mark.parametrize("method", ["slang_1", "mc_dropout"])
 def test_a_run_stopped_anywhere_ends_where_it_would_have(settings, method):
     (cell,) = uci.plan(uci.chosen(settings), ["yacht"], [method])

@@ -13,18 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from optimizing import N, assert_identical, backward, flat, model_and_data, train
+from optimizing import CLASSES, N, assert_identical, backward, flat, model_and_data, train
 from slangvi._flat import tensors_of
 from slangvi.errors import NumericalError
 
-CLASSES = {
-    "SLANG": (slangvi.SLANG, {"rank": 2}),
-    "VOGN": (slangvi.VOGN, {}),
-    "FullGaussian": (slangvi.FullGaussian, {}),
-    "OnlineEig": (slangvi.OnlineEig, {"rank": 2}),
-    "BBB": (slangvi.BBB, {}),
-    "MCDropout": (slangvi.MCDropout, {"rates": 0.2}),
-}
 SUMS = "it takes sums of gradients: there is no curvature to choose and no step to replay, and Python refuses the word"
 # Promises that a class cannot keep, and why.
 EXEMPT = {

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from slangvi._files import try_lock
 from slangvi.errors import DataError
 
 __all__ = ["alone"]
@@ -45,7 +46,7 @@ def _wait_for(lock: Path, patience: float) -> int:
     end = time.monotonic() + patience
     while True:
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-        if _try_lock(handle):
+        if try_lock(handle):
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(lock)):
                     return handle
@@ -56,18 +57,3 @@ def _wait_for(lock: Path, patience: float) -> int:
                 "Wait for it, or end it."
             )
         time.sleep(0.02)
-
-
-def _try_lock(handle: int) -> bool:
-    """Whether nobody else holds it."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True

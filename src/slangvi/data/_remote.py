@@ -11,10 +11,11 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from slangvi._files import rename
 from slangvi.data._download import Progress, RejectedError, download
 from slangvi.data._lock import alone
 from slangvi.errors import DataError
@@ -163,7 +164,7 @@ def _fetch_from_any(file: File, progress: Progress | None, timeout: float) -> No
         try:
             download(url, part, file.path, file.max_bytes, progress, timeout, PATIENCE * timeout)
             _inspect(file, part, True, "what came")
-            _put_in_place(part, file.target)
+            rename(part, file.target)
             return
         except (RejectedError, DataError) as error:
             failures.append(f"\n  {url}: {error}")
@@ -173,17 +174,6 @@ def _fetch_from_any(file: File, progress: Progress | None, timeout: float) -> No
         f"{file.path} could not be fetched, and nothing was kept.{''.join(failures)}\n"
         f"Try again later, or put the file there by hand: {file.target}"
     )
-
-
-def _put_in_place(part: Path, target: Path) -> None:
-    """Rename, and see that the name is on the disk too."""
-    os.replace(part, target)
-    with suppress(OSError):  # not every system can open a folder
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 @contextmanager

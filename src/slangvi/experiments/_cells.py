@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slangvi.experiments._files import put
+from slangvi._files import put
 
 __all__ = ["Arrays", "Attempt", "Cell", "Stopped", "Stored", "compute", "forget", "read", "read_cell", "write"]
 

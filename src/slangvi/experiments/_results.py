@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slangvi.experiments._files import put
+from slangvi._files import put
 
 __all__ = [
     "Posterior",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from multiprocessing import current_process
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,16 @@ from slangvi.experiments._search import Box, propose_all
 from slangvi.experiments._task import Task
 from slangvi.experiments._watch import Watch
 
-__all__ = ["METRICS", "SETS", "Set", "compute_cell", "compute_recipe", "compute_trace", "settings_of"]
+__all__ = [
+    "METRICS",
+    "SETS",
+    "Set",
+    "compute_borrowed",
+    "compute_cell",
+    "compute_recipe",
+    "compute_trace",
+    "settings_of",
+]
 
 METRICS = ("test_rmse", "test_log_likelihood")
 # What lies further below the best is as bad as that: a failure must not bend the Gaussian process.
@@ -56,7 +66,13 @@ def compute_cell(cell: Cell, attempt: Attempt) -> Arrays:
     run = _Run(cell, attempt)
     for number in range(run.done, run.rounds):
         run.search(number)
-    return run.final()
+    return run.final(run.best) | {"search_points": run.points, "search_values": run.values}
+
+
+def compute_borrowed(cell: Cell, attempt: Attempt) -> Arrays:
+    """No search either: τ and λ of every split are those that another method found."""
+    found = attempt.needed(cell.settings["points_of"])
+    return _Run(cell, attempt).final(np.stack([found["log_tau"], found["log_lambda"]], -1))
 
 
 def compute_recipe(cell: Cell, attempt: Attempt) -> Arrays:
@@ -150,22 +166,26 @@ class _Run:
 
     @property
     def _spare_cores(self) -> int:
-        """For proposals: on a CPU every core has a cell of its own, on a GPU a few cells share many."""
+        """For proposals: on a CPU every core has a cell of its own, and so it is when several share a GPU."""
+        if current_process().daemon:  # one of several workers, which may not start processes of their own
+            return 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores // 3) if str(self.settings["device"]).startswith("cuda") else 1
 
-    def final(self) -> Arrays:
-        """Train with the best point of every split on all of its training part, and test."""
-        best = self.values.argmax(0)
-        points = self.points[best, np.arange(len(self.splits))]
+    @property
+    def best(self) -> NDArray[np.float64]:
+        """The best point of every split, (splits, 2)."""
+        found: NDArray[np.float64] = self.points[self.values.argmax(0), np.arange(len(self.splits))]
+        return found
+
+    def final(self, points: NDArray[np.float64]) -> Arrays:
+        """Train with a point for every split, (splits, 2), on all of its training part, and test."""
         found = self.trained(self.rounds, self.whole(), points[None], self.settings["test_draws"])
         return {
             "test_rmse": found.rmse.double().cpu().numpy(),
             "test_log_likelihood": found.log_likelihood.double().cpu().numpy(),
             "log_tau": points[:, 0],
             "log_lambda": points[:, 1],
-            "search_points": self.points,
-            "search_values": self.values,
         }
 
     def trained(

@@ -61,6 +61,8 @@ class Outer(Block):
     def form(self) -> Tensor:
         """(R, p)."""
         whole = self._unshared()
+        if self.left.shape[2] == 1:  # nothing to add up: a product of many 1-by-n matrices would be slow
+            return (whole.left.mT * whole.right).flatten(1)
         return (whole.left.mT @ whole.right).flatten(1)
 
     def sum(self) -> Tensor:

@@ -123,6 +123,7 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
         temperature: the likelihood is weighed by 1/temperature.
         loss_reduction: "mean" or "sum".
         accumulation_steps: what the loop divides each micro-batch's loss by.
+        max_bad_batches: batches with NaN or Inf that are skipped in a row.
         generator: source of randomness.
     """
 
@@ -142,6 +143,7 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
         temperature: float = 1.0,
         loss_reduction: str = "mean",
         accumulation_steps: int = 1,
+        max_bad_batches: int = 0,
         generator: torch.Generator | None = None,
     ) -> None:
         settings = Settings(
@@ -150,6 +152,7 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
             temperature=temperature,
             loss_reduction=loss_reduction,
             accumulation_steps=accumulation_steps,
+            max_bad_batches=max_bad_batches,
         )
         super().__init__(model, params, {"lr": lr, "betas": betas, "eps": eps, **own}, settings, generator)
 

@@ -144,9 +144,7 @@ class FactoredGatherer:
             except Exception:  # another path through the model: draw by draw says what is wrong, if anything
                 self._simple.pop(kind, None)
             else:
-                for row in table:
-                    checked_values(row, count)
-                return self.operator(spec, [group], thetas), float(table.mean())
+                return self._checked(spec, (group, table), thetas, count)
         recheck = self._simple.pop(kind, None) is not None or fast is not None
         return self._draw_by_draw(kind, thetas, batch, recheck)
 
@@ -191,13 +189,25 @@ class FactoredGatherer:
         simple = self.verify and same_dtype and capture.assembler.rules_sufficed and fast.possible
         # Looking costs a pass: a model that did not agree a few times is asked again when a check is due only.
         if simple and (_due(self._uses[kind]) or self._undecided(kind)):
-            agrees = _agrees(fast, thetas, batch, groups)
-            if agrees:
+            together = _agreeing(fast, thetas, batch, groups)
+            if together is not None:
                 self._simple[kind] = fast
                 self._misses[kind] = 0
-            elif kind in self._misses:
+                # Rows of the pass that later batches take, though both are right: a run that was interrupted begins
+                # with checks again, and must round as the one that was not.
+                return self._checked(spec, together, thetas, count)
+            if kind in self._misses:
                 self._misses[kind] += 1
         return self.operator(spec, groups, thetas), float(torch.stack(values).mean())
+
+    def _checked(
+        self, spec: ParamSpec, found: tuple[RowGroup, Tensor], thetas: Tensor, count: int
+    ) -> tuple[FactoredGradients, float]:
+        """The operator over what a pass over all draws gave, and the mean log-likelihood."""
+        group, table = found
+        for row in table:
+            checked_values(row, count)
+        return self.operator(spec, [group], thetas), float(table.mean())
 
     def _captured(
         self, capture: GradientCapture, draw: Params, batch: Any, count: int
@@ -246,16 +256,16 @@ def shapes_of(batch: Any, model: nn.Module | None = None) -> object:
     return str(structure), shapes, modes
 
 
-def _agrees(fast: BatchedPass, thetas: Tensor, batch: Any, groups: list[RowGroup]) -> bool:
-    """Whether the pass over all draws gives the gradient sums that autograd gave draw by draw, for some draw."""
+def _agreeing(fast: BatchedPass, thetas: Tensor, batch: Any, groups: list[RowGroup]) -> tuple[RowGroup, Tensor] | None:
+    """What the pass over all draws gives, if for some draw it has the gradient sums that autograd gave draw by draw."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vmap speaks of slow batching rules
-            group, _ = fast.gather(thetas, batch)
+            group, table = fast.gather(thetas, batch)
     except Exception:
-        return False  # vmap cannot follow this model; draw by draw it is
+        return None  # vmap cannot follow this model; draw by draw it is
     if len(groups) != len(thetas) or any(part.totals.keys() != group.blocks.keys() for part in groups):
-        return False
+        return None
     draws = torch.eye(len(thetas), dtype=thetas.dtype, device=thetas.device).repeat_interleave(groups[0].num_rows, 0)
     gaps, scales = thetas.new_zeros(2, len(thetas))
     for name, block in group.blocks.items():
@@ -265,7 +275,7 @@ def _agrees(fast: BatchedPass, thetas: Tensor, batch: Any, groups: list[RowGroup
         scales += expected.norm(dim=1) + 1e-2 * (block.num_rows * block.square_sum().sum()).sqrt()
     # A unit whose input is zero up to rounding may be on either side of a kink: that spoils single draws.
     tolerance = rounding(fast.model, thetas.device, {thetas.dtype})
-    return bool((gaps <= tolerance * scales).any())
+    return (group, table) if bool((gaps <= tolerance * scales).any()) else None
 
 
 def one_per_example(values: Any, num_examples: int) -> Tensor:

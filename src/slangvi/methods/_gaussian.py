@@ -89,11 +89,13 @@ class Info(Told):
         step: number of the step, from 1.
         num_rows: R, per-example gradients used.
         expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
+        skipped: bad batches an optimizer has passed over so far.
     """
 
     step: int
     num_rows: int
     expected_log_likelihood: float = float("nan")
+    skipped: int = 0
     _state: GaussianState | None = field(default=None, repr=False)
     _prior: Prior | None = field(default=None, repr=False)
 
@@ -165,6 +167,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
         memory_limit: int | None = None,
         routes: Routes | None = None,
         compile: bool = False,
+        max_bad_batches: int = 0,
         generator: torch.Generator | None = None,
     ) -> None:
         if compile and not self.replays:
@@ -189,6 +192,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
             memory_limit=memory_limit,
             routes=routes or Routes(),
             compile=compile,
+            max_bad_batches=max_bad_batches,
         )
         defaults = {
             "lr": lr,

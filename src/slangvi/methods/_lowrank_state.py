@@ -67,6 +67,7 @@ class Info(Told, Awaited):
         residual: bound on the relative error of U⁺U⁺ᵀ or of those eigenpairs; 0 when they were computed in full, (...).
         clipped: Σ of negative diagonal corrections set to zero; rounding only, (...).
         expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
+        skipped: bad batches an optimizer has passed over so far.
     """
 
     step: int
@@ -77,6 +78,7 @@ class Info(Told, Awaited):
     clipped: Tensor
     # A factory, since a plain default would be found on the class before the field is filled.
     expected_log_likelihood: float = field(default_factory=lambda: float("nan"))
+    skipped: int = 0
     _state: State | None = field(default=None, repr=False)
     _prior: Prior | None = field(default=None, repr=False)
 

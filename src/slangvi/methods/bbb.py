@@ -315,8 +315,8 @@ class BBB(AdamOptimizer[State, Info]):
         init_precision: 1/σ² at the start; number, dict or tensor.
         prior_mean: μ₀; number, dict or tensor.
         scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ: what Adam moves.
-        options: lr (1e-3), betas and eps of Adam, and mc_samples, temperature, loss_reduction, accumulation_steps and
-            generator as in `slangvi.SLANG`.
+        options: lr (1e-3), betas and eps of Adam, and mc_samples, temperature, loss_reduction, accumulation_steps,
+            max_bad_batches and generator as in `slangvi.SLANG`.
 
     Example:
         >>> model = nn.Linear(3, 2)

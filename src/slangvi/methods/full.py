@@ -275,6 +275,8 @@ class FullGaussian(GaussianOptimizer[State, Info]):
         verify: check examples against the definition of their gradient, ever more rarely.
         memory_limit: bytes that gradients in the making and temporaries may take; the step forms all R rows.
         routes: what the factored engine forms; None leaves it to counting.
+        max_bad_batches: batches with NaN or Inf in loss, gradient or new state that are skipped in a row, counted in
+            `info.skipped`, before `NumericalError` is raised; 0 raises at the first.
         generator: source of randomness, on the parameters' device; None uses torch's global one.
 
     Example:

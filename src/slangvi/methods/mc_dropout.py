@@ -98,11 +98,13 @@ class Info(Told):
         step: number of the step, from 1.
         num_rows: R, examples at draws used.
         expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
+        skipped: bad batches an optimizer has passed over so far.
     """
 
     step: int
     num_rows: int
     expected_log_likelihood: float = float("nan")
+    skipped: int = 0
     _state: State | None = field(default=None, repr=False)
     _decay: Tensor | None = field(default=None, repr=False)
 
@@ -356,8 +358,8 @@ class MCDropout(AdamOptimizer[State, Info]):
             names or globs. Read once, when a group is added.
         prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
         decay: "gal" or "kl", see the module's docstring.
-        options: lr (1e-3), betas and eps of Adam, and mc_samples, temperature, loss_reduction, accumulation_steps and
-            generator as in `slangvi.SLANG`.
+        options: lr (1e-3), betas and eps of Adam, and mc_samples, temperature, loss_reduction, accumulation_steps,
+            max_bad_batches and generator as in `slangvi.SLANG`.
 
     Example:
         >>> model = nn.Linear(3, 2)

@@ -243,6 +243,8 @@ class VOGN(GaussianOptimizer[State, Info]):
         memory_limit: bytes that formed gradients of one parameter, and temporaries, may take; None leaves it to fixed
             defaults.
         routes: what the factored engine forms; None leaves it to counting.
+        max_bad_batches: batches with NaN or Inf in loss, gradient or new state that are skipped in a row, counted in
+            `info.skipped`, before `NumericalError` is raised; 0 raises at the first.
         generator: source of randomness, on the parameters' device; None uses torch's global one.
 
     Example:

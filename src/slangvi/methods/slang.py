@@ -253,6 +253,8 @@ class SLANG(ReplayingOptimizer[State, Info]):
             a graph is captured and when a check is due; changes of the model's modules, attributes, flags and hooks
             are seen at once, changes of what it reads elsewhere when a check is due. Without a CUDA device a warning
             says so and steps run eagerly.
+        max_bad_batches: batches with NaN or Inf in loss, gradient or new state that are skipped in a row, counted in
+            `info.skipped`, before `NumericalError` is raised; 0 raises at the first.
         generator: source of randomness, on the parameters' device; None uses torch's global one.
 
     Example:
@@ -293,6 +295,7 @@ class SLANG(ReplayingOptimizer[State, Info]):
         memory_limit: int | None = None,
         routes: Routes | None = None,
         compile: bool = False,
+        max_bad_batches: int = 0,
         generator: torch.Generator | None = None,
     ) -> None:
         self.rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
@@ -317,6 +320,7 @@ class SLANG(ReplayingOptimizer[State, Info]):
             memory_limit=memory_limit,
             routes=routes,
             compile=compile,
+            max_bad_batches=max_bad_batches,
             generator=generator,
         )
 

@@ -1,0 +1,186 @@
+"""Python values as JSON and tensors, and back: what JSON lacks has a tag, and what has none is refused.
+
+| value                                   | as JSON                                      |
+|-----------------------------------------|----------------------------------------------|
+| None, bool, int, str, finite float      | itself                                       |
+| inf, nan                                | {"$float": "inf"}                            |
+| list; dict with text for keys           | itself                                       |
+| tuple                                   | {"$tuple": [...]}                            |
+| other dicts; Counter                    | {"$dict": [[key, value], ...]}; {"$counter"} |
+| tensor                                  | {"$tensor": name}, the numbers elsewhere     |
+| a state, a posterior, a layout: RECORDS | {"$record": [kind, {field: value}]}          |
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slangvi.checkpoint._format import DTYPES
+from slangvi.errors import CheckpointError
+
+__all__ = ["RECORDS", "Record", "decode", "encode", "record_of"]
+
+
+class Record(NamedTuple):
+    """A class that can be taken apart and put together.
+
+    Args:
+        home: module and name.
+        fields: attributes, which are also arguments.
+        options: other arguments.
+    """
+
+    home: str
+    fields: tuple[str, ...]
+    options: Mapping[str, Any] = {}
+
+    @property
+    def kind(self) -> Callable[..., Any]:
+        """The class."""
+        module, _, name = self.home.partition(":")
+        kind: Callable[..., Any] = getattr(import_module(module), name)
+        return kind
+
+
+_ENDS = ("step", "spec")
+_PLACES = ("loc", "weights", "matrix", "gradient", "wanted", "expected_log_likelihood", "kl", "gradient_norm")
+_ADAMS = ("loc", "rho", "loc_momentum", "loc_square", "rho_momentum", "rho_square")
+_UNCHECKED = {"validate_args": False}
+RECORDS = {
+    "layout": Record("slangvi.types:ParamSpec", ("names", "shapes", "aliases")),
+    "low-rank": Record("slangvi.methods._lowrank_state:State", ("loc", "prec_factor", "prec_diag", "momentum", *_ENDS)),
+    "mean_field": Record("slangvi.methods.mean_field:State", ("loc", "prec_diag", "momentum", *_ENDS)),
+    "full": Record("slangvi.methods.full:State", ("loc", "prec_matrix", "momentum", *_ENDS)),
+    "bbb": Record("slangvi.methods.bbb:State", (*_ADAMS, *_ENDS, "scale")),
+    "mc_dropout": Record("slangvi.methods.mc_dropout:State", ("loc", "momentum", "square", "rates", *_ENDS)),
+    "exact": Record("slangvi.methods.exact:State", ("point", "damping", "newton_damping", *_ENDS, "family")),
+    "exact-point": Record("slangvi.methods._exact_objective:Point", _PLACES),
+    "replicas": Record(
+        "slangvi.replicas.state:State", ("loc", "prec_factor", "prec_diag", "momentum", "step", "failed", "spec")
+    ),
+    "LowRankPrecisionNormal": Record(
+        "slangvi.distributions:LowRankPrecisionNormal",
+        ("loc", "prec_factor", "prec_diag", "param_spec"),
+        _UNCHECKED,
+    ),
+    "DensePrecisionNormal": Record(
+        "slangvi.distributions:DensePrecisionNormal", ("loc", "precision_matrix", "param_spec"), _UNCHECKED
+    ),
+    "DroppedWeights": Record("slangvi.methods._masks:DroppedWeights", ("loc", "rates", "param_spec")),
+}
+
+
+@cache
+def _names() -> dict[Any, str]:
+    return {record.kind: name for name, record in RECORDS.items()}
+
+
+def record_of(value: Any) -> str | None:
+    """The name under which a value can be taken apart; None if it cannot."""
+    return _names().get(type(value))
+
+
+def encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
+    """A value as JSON can hold it.
+
+    Args:
+        value: to be kept.
+        tensors: gets those that are found, by their place.
+        place: of the value, for names and messages.
+
+    Example:
+        >>> tensors = {}
+        >>> encode({"best": float("inf"), "betas": (0.9, 0.999), "w": torch.zeros(2)}, tensors, "run")
+        {'best': {'$float': 'inf'}, 'betas': {'$tuple': [0.9, 0.999]}, 'w': {'$tensor': 'run.w'}}
+        >>> tensors
+        {'run.w': tensor([0., 0.])}
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return number if math.isfinite(number) else {"$float": str(number)}
+    if isinstance(value, Tensor):
+        return {"$tensor": _put_by(value, tensors, place)}
+    name = record_of(value)
+    if name is not None:
+        parts = {field: getattr(value, field) for field in RECORDS[name].fields}
+        return {"$record": [name, {key: encode(part, tensors, f"{place}.{key}") for key, part in parts.items()}]}
+    if isinstance(value, list | tuple):
+        items = [encode(item, tensors, f"{place}.{k}") for k, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, tensors, place)
+    raise CheckpointError(
+        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold. It holds numbers, text, tensors, lists, "
+        "dicts, generators, and what has a state_dict of these. Leave it out, or save it by other means."
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], place: str) -> Any:
+    pairs = [[encode(k, tensors, f"{place} key"), encode(v, tensors, f"{place}.{k}")] for k, v in value.items()]
+    if isinstance(value, Counter):
+        return {"$counter": pairs}
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: item for key, item in pairs}  # noqa: C416  # pairs of lists
+    return {"$dict": pairs}
+
+
+def _put_by(value: Tensor, tensors: dict[str, Tensor], place: str) -> str:
+    if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_quantized:
+        raise CheckpointError(
+            f"{place} is a tensor of {value.dtype} and layout {value.layout}, which a checkpoint cannot hold. "
+            "Convert it to a dense tensor of real numbers."
+        )
+    while place in tensors:  # names may hold dots
+        place += "'"
+    tensors[place] = value
+    return place
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that was encoded.
+
+    Example:
+        >>> decode({"a": {"$tuple": [1, {"$float": "-inf"}]}}, {})
+        {'a': (1, -inf)}
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: decode(item, tensors) for key, item in value.items()}
+    return _TAGS[tag](value[tag], tensors)
+
+
+def _record(content: Any, tensors: Mapping[str, Tensor]) -> Any:
+    name, parts = content
+    fields = {key: decode(part, tensors) for key, part in parts.items()}
+    if name == "layout":
+        fields["shapes"] = tuple(map(torch.Size, fields["shapes"]))
+    if set(fields) != set(RECORDS[name].fields):
+        raise ValueError(f"a {name!r} has the fields {RECORDS[name].fields}, not {tuple(fields)}")
+    return RECORDS[name].kind(**fields, **RECORDS[name].options)
+
+
+_TAGS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "$float": lambda text, _: float(text),
+    "$tuple": lambda items, tensors: tuple(decode(items, tensors)),
+    "$dict": lambda pairs, tensors: {decode(k, tensors): decode(v, tensors) for k, v in pairs},
+    "$counter": lambda pairs, _: Counter({decode(k, {}): n for k, n in pairs}),
+    "$tensor": lambda name, tensors: tensors[name],
+    "$record": _record,
+}

@@ -1,0 +1,265 @@
+"""Save and load: everything is checked before a file or a run is changed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slangvi import _checks
+from slangvi._files import put
+from slangvi.checkpoint._beside import check_extras, encode_extras, plain_values, restored
+from slangvi.checkpoint._format import VERSION, DamagedError, read, read_header, write
+from slangvi.checkpoint._plain import RECORDS, decode, record_of
+from slangvi.checkpoint._things import described, misfit, taken_apart, unlike_model
+from slangvi.errors import CheckpointError
+from slangvi.optimizer import VariationalOptimizer
+
+__all__ = ["describe", "from_state_dict", "load", "previous_path", "save", "state_dict"]
+
+_RESERVED = ("fallback", "across_devices")
+
+
+def save(path: str | os.PathLike[str], thing: Any, /, **extras: Any) -> None:
+    """Save a run, so that it can go on as if it had not been interrupted.
+
+    The file is written under another name and renamed when all of it is on the disk; the file that was there is kept as
+    `<path>.previous`. A process that is killed at any moment leaves a checkpoint that loads.
+
+    Args:
+        path: of the file; missing folders are made.
+        thing: an optimizer of slangvi, a state of the functional interface or of replicas, or a posterior.
+        extras: what else the run consists of, by any name: schedulers and all that has a `state_dict` and a
+            `load_state_dict`, torch generators or lists of them, and plain values such as `epoch=3`.
+
+    Raises:
+        CheckpointError: the run is not in a state to be saved, something cannot be held, or the disk refused.
+
+    Example:
+        >>> folder = getfixture("tmp_path")
+        >>> import slangvi, torch
+        >>> opt = slangvi.SLANG(torch.nn.Linear(2, 1), num_data=10, rank=1)
+        >>> slangvi.save(folder / "run.safetensors", opt, epoch=3)
+        >>> about = slangvi.checkpoint.describe(folder / "run.safetensors")
+        >>> about["method"], about["num_params"], about["rank"], about["step"], about["values"]
+        ('SLANG', 3, 1, 0, {'epoch': 3})
+    """
+    target = _target(path)
+    for name in extras:
+        if name in _RESERVED:
+            raise CheckpointError(f"{name!r} is an argument of slangvi.load. Give it another name.")
+    tensors: dict[str, Tensor] = {}
+    about, run = taken_apart(thing, tensors)
+    header = {**about, "run": run, "extras": encode_extras(extras, tensors)}
+    # What cannot be read is not worth keeping, and the good file before it is.
+    previous = previous_path(target) if _is_whole(target) else None
+    try:
+        put(target, lambda file: write(file, header, tensors), previous)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} could not be written: {error.strerror or error}. What was there before is unchanged."
+        ) from error
+
+
+def load(
+    path: str | os.PathLike[str],
+    into: Any = None,
+    /,
+    *,
+    fallback: bool = False,
+    across_devices: bool = False,
+    **extras: Any,
+) -> Any:
+    """Take up a run that was saved.
+
+    Everything is checked before anything is changed: if this raises, all is as it was.
+
+    Args:
+        path: of the file.
+        into: an optimizer, which is changed; or a state or posterior like the one that was saved, or None, for which a
+            new one is returned, on the device of `into` or on the CPU.
+        fallback: if the file is missing or damaged take the one saved before it, with a warning.
+        across_devices: allow a run saved on another type of device. It then goes on with the same numbers, but not
+            bit by bit, and generators keep the state they have.
+        extras: what was saved beside it, under the same names; None leaves one out.
+
+    Returns:
+        The optimizer, or the state or posterior that was saved.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, not a checkpoint or of something else; the message names the
+            first thing that is wrong, and what to do.
+    """
+    _checks.flag("fallback", fallback)
+    _checks.flag("across_devices", across_devices)
+    source, header, tensors = _opened(Path(path), fallback)
+    try:
+        return _taken_up(header, tensors, into, extras, across_devices)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source} does not fit: {error}") from error
+
+
+def state_dict(thing: Any, /) -> dict[str, Any]:
+    """A state, posterior or optimizer as plain containers and tensors, for files of your own.
+
+    `torch.save` writes it, and `torch.load(path, weights_only=True)` reads it; it has no checksums.
+
+    Args:
+        thing: as in `save`.
+
+    Example:
+        >>> import slangvi, torch
+        >>> state = slangvi.slang.init({"w": torch.zeros(3)}, rank=1)
+        >>> saved = state_dict(state)
+        >>> saved["method"], saved["step"], sorted(saved["tensors"])
+        ('low-rank', 0, ['run.loc', 'run.momentum', 'run.prec_diag', 'run.prec_factor'])
+        >>> from_state_dict(saved, state).loc
+        tensor([0., 0., 0.])
+    """
+    tensors: dict[str, Tensor] = {}
+    about, run = taken_apart(thing, tensors)
+    copies = {name: value.detach().clone() for name, value in tensors.items()}
+    return {**about, "format_version": VERSION, "run": run, "tensors": copies}
+
+
+def from_state_dict(saved: dict[str, Any], into: Any = None, /, *, across_devices: bool = False) -> Any:
+    """What `state_dict` took apart.
+
+    Args:
+        saved: as `state_dict` returned it.
+        into: as in `load`.
+        across_devices: as in `load`.
+
+    Returns:
+        The optimizer, or the state or posterior that was saved.
+    """
+    if not isinstance(saved, dict) or saved.get("format_version") != VERSION:
+        raise CheckpointError("this was not made by slangvi.checkpoint.state_dict of this version.")
+    return _taken_up({"extras": {}, **saved}, saved["tensors"], into, {}, across_devices)
+
+
+def _taken_up(
+    header: dict[str, Any], tensors: dict[str, Tensor], into: Any, extras: dict[str, Any], across_devices: bool
+) -> Any:
+    """Everything is checked, and then put in its place."""
+    if into is not None and not isinstance(into, VariationalOptimizer) and record_of(into) is None:
+        raise TypeError(
+            f"into must be an optimizer of slangvi, a state or a posterior like the saved one, or None, got "
+            f"{type(into).__name__}."
+        )
+    try:
+        problem = _mismatch(header, into, across_devices) or check_extras(header["extras"], extras, across_devices)
+        run = None if problem else decode(header["run"], tensors)
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(f"its header cannot be understood ({type(error).__name__}: {error}).") from error
+    if problem:
+        raise CheckpointError(f"{problem}.")
+    try:
+        with restored(header["extras"], tensors, extras):
+            return _placed(run, header["device"], into)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint says about itself, without loading it.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        `format_version`; versions of `slangvi`, `torch` and `python`; `kind` ("optimizer", "state" or "posterior"),
+        `method`, `num_params` (P), `rank` (L), `dtype`, `device`, `step`; `parameters` with name, shape and dtype;
+        `extras`, name → class; and the plain `values` that were saved beside.
+    """
+    header, tensors = read(Path(path))
+    hidden = ("run", "extras", "tensors")
+    about = {"format_version": VERSION} | {key: value for key, value in header.items() if key not in hidden}
+    about["extras"] = {name: entry["class"] for name, entry in header["extras"].items() if entry["how"] != "value"}
+    about["values"] = plain_values(header["extras"], tensors)
+    return about
+
+
+def previous_path(path: str | os.PathLike[str]) -> Path:
+    """Where the checkpoint before this one is kept."""
+    target = Path(path)
+    return target.with_name(target.name + ".previous")
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """Where to write: through a link, and never over what is not a file."""
+    target = Path(os.path.realpath(path))
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise CheckpointError(f"{path} is not a file and cannot be replaced by one. Give the path of a file.")
+    return target
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_header(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _opened(path: Path, fallback: bool) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """The file, or the one before it if that is allowed and necessary."""
+    previous = previous_path(Path(os.path.realpath(path)))
+    try:
+        return path, *read(path)
+    except DamagedError as error:
+        if not os.path.isfile(previous):
+            raise
+        try:
+            found = read(previous)
+        except CheckpointError as other:
+            raise CheckpointError(f"{error} The one saved before it cannot be read either: {other}") from error
+        if not fallback:
+            raise CheckpointError(
+                f"{error} The one saved before it, {previous}, is whole (step {found[0]['step']}): pass fallback=True "
+                "to go on from there."
+            ) from error
+        warnings.warn(
+            f"{error} Going on from the one saved before it, {previous}, at step {found[0]['step']}.",
+            UserWarning,
+            stacklevel=3,
+        )
+        return previous, *found
+
+
+def _mismatch(header: dict[str, Any], into: Any, across_devices: bool) -> str:
+    if into is not None:
+        return unlike_model(header, described(into), across_devices)
+    if header["kind"] == "optimizer":
+        return "it is of an optimizer. Build one on the model like the one that was saved, and pass it as `into`"
+    return ""
+
+
+def _placed(run: Any, device: str, into: Any) -> Any:
+    """What was saved, in its place or where another is."""
+    if into is None:
+        return run
+    if isinstance(into, VariationalOptimizer):
+        if device != described(into)["device"]:
+            run["slangvi"]["generator"] = None  # a state of another device's generator means nothing
+        into.load_state_dict(run)
+        return into
+    problem = misfit(run, into)
+    if problem:
+        raise CheckpointError(f"{problem}.")
+    return _moved(run, into)
+
+
+def _moved(thing: Any, like: Any) -> Any:
+    """The same with every tensor on the device it has in another."""
+    if isinstance(thing, Tensor):
+        return thing.to(like.device)
+    kind = record_of(thing)
+    if kind is None or kind == "layout":
+        return thing
+    record = RECORDS[kind]
+    fields = {name: _moved(getattr(thing, name), getattr(like, name)) for name in record.fields}
+    return record.kind(**fields, **record.options)
