@@ -14,6 +14,7 @@ from slangvi._version import __version__ as __version__
 if TYPE_CHECKING:
     from slangvi import data as data
     from slangvi import metrics as metrics
+    from slangvi import plots as plots
     from slangvi import replicas as replicas
     from slangvi._steps import ELBO as ELBO
     from slangvi._steps import inverse_time as inverse_time
@@ -75,6 +76,7 @@ __all__ = [
     "functional_samples",
     "predictive_samples",
     "metrics",
+    "plots",
     # data
     "data",
     # memory and speed
@@ -128,6 +130,7 @@ _MODULES = {
     "mc_dropout": "slangvi.methods.mc_dropout",
     "data": "slangvi.data",
     "metrics": "slangvi.metrics",
+    "plots": "slangvi.plots",
     "replicas": "slangvi.replicas",
 }
 
