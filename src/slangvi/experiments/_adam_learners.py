@@ -33,6 +33,7 @@ class _ByAdam:
         self.kept: dict[str, Tensor] = {}
         self.given: list[Tensor] = []
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = False
 
     @property
     def draws(self) -> int:
@@ -54,10 +55,11 @@ class _ByAdam:
             self.advance()
 
     def _replay(self) -> None:  # pragma: no cover
-        """The first step eagerly, beside the graph, as CUDA asks for."""
-        if self.taken == 1:
+        """The first step eagerly, beside the graph, as CUDA asks for; so is the first after a restart."""
+        if not self.warm:
             with aside(self.task.device):
                 self.advance()
+            self.warm = True
             return
         if self.graph is None:
             self.graph = capture_graph(self.advance, torch.cuda.graph_pool_handle(), self.task.device)
