@@ -26,8 +26,10 @@ def images(part: str = "train") -> Images:
 
 def inject(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the experiment see these in place of MNIST."""
-    from slangvi.experiments import _mnist_cells, _mnist_tables, mnist
+    from slangvi.experiments import _image_cells, _mnist_tables, mnist
 
-    for module in (_mnist_cells, _mnist_tables, mnist):
+    for name in _image_cells.LOADERS:
+        monkeypatch.setitem(_image_cells.LOADERS, name, images)
+    for module in (_mnist_tables, mnist):
         monkeypatch.setattr(module, "load_mnist", images)
-    _mnist_cells.load.cache_clear()
+    _image_cells.load.cache_clear()

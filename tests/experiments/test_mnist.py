@@ -14,16 +14,19 @@ import torch
 
 import digits
 from slangvi.errors import NumericalError
-from slangvi.experiments import _mnist_cells, _mnist_pages, _mnist_recipes, mnist, report
+from slangvi.experiments import _image_cells, _mnist_pages, _mnist_recipes, mnist, report
 from slangvi.experiments._cells import Attempt, Cell, Stopped, write
+from slangvi.experiments._image_cells import chosen_setting, compute_final, compute_tuning
 from slangvi.experiments._image_learners import IMAGE_LEARNERS, Alone
-from slangvi.experiments._mnist_cells import METRICS, Predicted, chosen_setting, compute_final, compute_tuning, predict
+from slangvi.experiments._image_networks import network
+from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._mnist_recipes import METHODS, QUICK, RANKS, plan, tuning_cells
 from slangvi.experiments._results import read_table
 from slangvi.experiments._settings import Settings
 from slangvi.experiments.paper import printed
 
 FULL = mnist.chosen
+TINY_NETWORK = {"network": "mlp", "hidden": [12, 8]}
 TINY = {
     "hidden": [12, 8],
     "num_images": {"tuning": 90, "train": 120, "validation": 30, "test": 60},
@@ -43,14 +46,14 @@ def settings(tmp_path_factory):
         patch.setattr(mnist, "chosen", lambda settings: FULL(settings) | TINY)
         out = tmp_path_factory.mktemp("mnist") / "results"
         yield Settings(out=out, epochs=2, quick=True, command="slangvi reproduce mnist --quick")
-    _mnist_cells.load.cache_clear()
+    _image_cells.load.cache_clear()
 
 
 def cell(method="slang_1_cosine", stages=(("tuning", 3), ("train", 2)), **own) -> Cell:
     recipe = METHODS[method]
     fixed = FULL(Settings()) | TINY | dict(recipe.fixed) | {"learner": recipe.learner, "seed": 0}
     fixed |= recipe.grid[7] | {"stages": list(stages), "grid": [{}]} | own
-    return Cell("mnist", "mnist", method, fixed, "slangvi.experiments._mnist_cells:compute_tuning")
+    return Cell("mnist", "mnist", method, fixed, "slangvi.experiments._image_cells:compute_tuning")
 
 
 def attempt_at(tmp_path, cell, stop_at=None) -> Attempt:
@@ -112,7 +115,7 @@ def test_stages_see_their_images_and_count_their_examples(settings, tmp_path, mo
             seen.append((self.size, self.steps, x.shape, set(y[0].tolist())))
 
         def draw(self, count):
-            return {n: p.expand(1, count, *p.shape) for n, p in _mnist_cells.network([12, 8]).named_parameters()}
+            return {n: p.expand(1, count, *p.shape) for n, p in network(TINY_NETWORK).named_parameters()}
 
         def arrays(self):
             return {"carried": np.array(self.size)}
@@ -124,7 +127,7 @@ def test_stages_see_their_images_and_count_their_examples(settings, tmp_path, mo
     work = cell()
     compute_tuning(work, attempt_at(tmp_path, work))
     assert [size for size, *_ in seen] == [90] * 9 + [120] * 8  # three epochs of 3 minibatches, two of 4
-    assert {(steps, shape) for _, steps, shape, _ in seen} == {(17, torch.Size([1, 30, 784]))}
+    assert {(steps, shape) for _, steps, shape, _ in seen} == {(17, torch.Size([1, 30, 1, 28, 28]))}
 
 
 def test_the_prior_is_that_of_sigma_and_biases_have_their_own(settings, tmp_path, monkeypatch):
@@ -134,8 +137,8 @@ def test_the_prior_is_that_of_sigma_and_biases_have_their_own(settings, tmp_path
     compute_tuning(work, attempt_at(tmp_path, work))
     (task,) = tasks
     lam = task.spec.unflatten(task.prior.precision[0])
-    assert float(lam["0.weight"].unique()) == pytest.approx(math.exp(4.0))
-    assert float(lam["0.bias"].unique()) == pytest.approx(1e-6)
+    assert float(lam["1.weight"].unique()) == pytest.approx(math.exp(4.0))
+    assert float(lam["1.bias"].unique()) == pytest.approx(1e-6)
     assert task.rate("lr")(32) == pytest.approx(0.1 / (1 + 32**0.6))
     assert task.rate("precision_lr")(32) == task.rate("lr")(32)
 
@@ -178,32 +181,6 @@ def test_the_final_run_takes_the_setting_with_the_lowest_validation_error(settin
     expected = compute_final(same, attempt_at(tmp_path / "other", same))
     np.testing.assert_array_equal(found["probs"], expected["probs"])
     assert chosen_setting([math.nan, math.nan]) == 0
-
-
-# ---- predictions ----
-
-
-def test_predictions_are_means_over_draws(settings):
-    model = _mnist_cells.network([6])
-    weights = [{n: 0.1 * torch.randn_like(p) for n, p in model.named_parameters()} for _ in range(4)]
-
-    class Fixed:
-        def draw(self, count):
-            return {name: torch.stack([each[name] for each in weights[:count]]).unsqueeze(0) for name in weights[0]}
-
-    x = torch.rand(5, 784)
-    each = torch.stack([torch.func.functional_call(model, w, (x,)).softmax(-1) for w in weights]).double()
-    found = predict(model, Fixed(), x, 4)
-    torch.testing.assert_close(found.probs, each.mean(0), rtol=1e-5, atol=1e-7)
-    expected = -(each.mean(0) * each.mean(0).log()).sum(-1) + (each * each.log()).sum(-1).mean(0)
-    torch.testing.assert_close(found.mutual_information, expected, rtol=1e-4, atol=1e-6)
-    assert isinstance(found, Predicted)
-
-
-def test_the_network_is_the_papers():
-    model = _mnist_cells.network([400, 400])
-    assert sum(p.numel() for p in model.parameters()) == 478_410
-    assert [type(layer).__name__ for layer in model] == ["Linear", "ReLU", "Linear", "ReLU", "Linear"]
 
 
 # ---- recipes ----
@@ -279,7 +256,7 @@ def test_run_writes_the_tables(ran):
 
 def test_a_second_run_computes_nothing(ran, monkeypatch):
     settings, _ = ran
-    monkeypatch.setattr(_mnist_cells, "compute_final", None)
+    monkeypatch.setattr(_image_cells, "compute_final", None)
     again = mnist.run(settings)
     assert len(again.rows) == 20
 
@@ -323,4 +300,4 @@ def test_verdicts_compare_with_the_paper_and_with_map():
 
 
 def test_step_times_are_known_for_every_learner():
-    assert set(_mnist_recipes.STEP_SECONDS) == set(IMAGE_LEARNERS)
+    assert {recipe.learner for recipe in METHODS.values()} == set(_mnist_recipes.STEP_SECONDS) <= set(IMAGE_LEARNERS)

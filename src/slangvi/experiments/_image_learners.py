@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from slangvi import slang
-from slangvi.experiments._adam_learners import Dropped, Ensemble, Reparameterised
+from slangvi.experiments._adam_learners import Ensemble, Reparameterised
 from slangvi.experiments._cells import Arrays
+from slangvi.experiments._image_rivals import Ivon, LastLayer, Masked
 from slangvi.experiments._learners import Learner
 from slangvi.experiments._task import Task
 
@@ -74,6 +75,9 @@ class Alone:
 IMAGE_LEARNERS: dict[str, Callable[[Task], Learner]] = {
     **{f"slang_{rank}": partial(Alone, rank=rank) for rank in (1, 2, 4, 8, 16, 32)},
     "bbb": Reparameterised,
-    "map": partial(Dropped, rate=0.0),
-    "ensemble_5": partial(Ensemble, members=5),
+    "map": partial(Masked, rate=0.0),
+    "ensemble_5": partial(Ensemble, members=5, make=partial(Masked, rate=0.0)),
+    "mc_dropout": lambda task: Masked(task, task.settings["dropout_rate"]),
+    "ivon": Ivon,
+    "laplace": LastLayer,
 }

@@ -12,7 +12,7 @@ import torch
 
 from slangvi import plots
 from slangvi.experiments import _pages
-from slangvi.experiments._mnist_cells import METRICS
+from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._mnist_recipes import NAME, RANKS
 from slangvi.experiments._mnist_tables import COLUMNS, TRACE_COLUMNS, TUNING_COLUMNS
 from slangvi.experiments._results import read_table
@@ -38,6 +38,11 @@ with 15 bins, *Brier* the squared distance to the truth. Where there are several
 standard error.
 """
 BEST = 1.6
+# From light to dark as the rank grows; the others as everywhere.
+COLORS = _pages.COLORS | {
+    f"slang_{rank}": color
+    for rank, color in zip(RANKS, ("#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b"), strict=True)
+}
 Line = Mapping[str, str]
 
 
@@ -157,7 +162,7 @@ def _draw_curves(results: Path, images: Path) -> Path:
                 if line["method"] == method:
                     points.setdefault(int(line["epoch"]), []).append(float(line[name]))
             style = "--" if method.endswith("_cosine") else "-"
-            color = _pages.COLORS[method.removesuffix("_cosine")]
+            color = COLORS[method.removesuffix("_cosine")]
             axes.plot(
                 list(points), list(map(statistics.fmean, points.values())), style, color=color, lw=1.2, label=method
             )

@@ -22,7 +22,7 @@ STEP_SECONDS = {
     **{f"slang_{rank}": ms / 1000 for rank, ms in zip(RANKS, (0.94, 1.0, 1.2, 1.46, 1.9, 2.64), strict=True)},
     **{"bbb": 0.0006, "map": 0.0003, "ensemble_5": 0.0008},
 }
-_WORK = "slangvi.experiments._mnist_cells"
+_WORK = "slangvi.experiments._image_cells"
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from slangvi._environment import environment
 from slangvi.data import load_mnist
 from slangvi.experiments._cells import Cell
 from slangvi.experiments._files import put
+from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
-from slangvi.experiments._mnist_cells import METRICS
 from slangvi.experiments._mnist_recipes import NAME, most_seeds
 from slangvi.experiments._results import Row, aggregate, write_about, write_table
 from slangvi.experiments._settings import Settings

@@ -107,9 +107,9 @@ class Task:
 
     @property
     def prior(self) -> Prior:
-        """λ for weights, next to nothing for biases unless the settings say otherwise, (K, P)."""
+        """λ for weights, next to nothing for biases and scales unless the settings say otherwise, (K, P)."""
         spec, own = self.spec, self.settings.get("bias_precision", BIAS_PRECISION)
-        bias = torch.cat([torch.full((s.stop - s.start,), name.endswith("bias")) for name, s in spec.slices.items()])
+        bias = torch.cat([torch.full((shape.numel(),), len(shape) < 2) for shape in spec.shapes])
         bias = bias.to(self.device)
         lam = torch.where(bias, own, self.prior_precision.unsqueeze(1))
         return Prior(lam, torch.zeros_like(lam))

@@ -34,6 +34,8 @@ def chosen(settings: Settings) -> dict[str, Any]:
         "epochs": settings.epochs or (4 if quick else 100),
         "seeds": settings.splits or (1 if quick else 0),  # 0: as many as the method's row says
         "quick_grid": quick,
+        "data": NAME,
+        "network": "mlp",
         "hidden": [400, 400],
         "num_images": {
             "tuning": 6_000 if quick else 50_000,

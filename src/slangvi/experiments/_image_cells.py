@@ -1,40 +1,40 @@
-"""One network on MNIST with one setting: training in stages, measured along the way; and the choice of a setting."""
+"""One network on images with one setting: training in stages, measured along the way; and the choice of a setting."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from slangvi import metrics
-from slangvi.data import load_mnist
+from slangvi.data import Images, load_fashion_mnist, load_mnist
 from slangvi.errors import NumericalError
 from slangvi.experiments._cells import Arrays, Attempt, Cell, read
 from slangvi.experiments._image_learners import IMAGE_LEARNERS
+from slangvi.experiments._image_letters import letters
+from slangvi.experiments._image_networks import CLASSES, network
+from slangvi.experiments._image_scores import METRICS, STRANGER_METRICS, Predicted, predict, scores, strangeness, turned
 from slangvi.experiments._learners import Learner
 from slangvi.experiments._lockstep import seed_of, trace_steps
-from slangvi.experiments._regression import outputs_of, portions
 from slangvi.experiments._task import Task, categorical
 
-__all__ = ["METRICS", "Digits", "Predicted", "chosen_setting", "compute_final", "compute_tuning", "network", "predict"]
+__all__ = ["LOADERS", "Pictures", "chosen_setting", "compute_final", "compute_tuning", "load"]
 
-METRICS = ("test_error_percent", "test_nll", "ece", "brier")
-CLASSES = 10
+LOADERS: dict[str, Callable[[str], Images]] = {"mnist": load_mnist, "fashion_mnist": load_fashion_mnist}
 
 
-class Digits(NamedTuple):
-    """All images, flat, on a device.
+class Pictures(NamedTuple):
+    """All images on a device.
 
     Args:
-        x_train: (60000, 784).
+        x_train: (60000, 1, 28, 28).
         y_train: (60000,).
-        x_test: (10000, 784).
+        x_test: (10000, 1, 28, 28).
         y_test: (10000,).
     """
 
@@ -53,20 +53,10 @@ class Digits(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def load(device: str) -> Digits:
+def load(data: str, device: str) -> Pictures:
     """Read once in a process, as many cells look at them."""
-    train, test = load_mnist("train"), load_mnist("test")
-    return Digits(*(value.to(device) for value in (train.x.flatten(1), train.y, test.x.flatten(1), test.y)))
-
-
-def network(hidden: list[int], inputs: int = 784) -> nn.Module:
-    """Layers of rectified units; the caller's random state is left alone."""
-    widths = [inputs, *hidden]
-    with torch.random.fork_rng(devices=[]):
-        layers: list[nn.Module] = []
-        for width, after in zip(widths, [*hidden, CLASSES], strict=True):
-            layers += [nn.Linear(width, after), nn.ReLU()]
-        return nn.Sequential(*layers[:-1])
+    train, test = (LOADERS[data](part) for part in ("train", "test"))
+    return Pictures(*(value.to(device) for value in (train.x.unsqueeze(1), train.y, test.x.unsqueeze(1), test.y)))
 
 
 # ---- what cells do ----
@@ -85,7 +75,9 @@ def compute_final(cell: Cell, attempt: Attempt) -> Arrays:
     number = chosen_setting(found) if found else 0
     run = _Run({**cell.settings, **cell.settings["grid"][number]}, attempt, "test")
     run.train()
-    return run.result() | {"choice": np.array(number), "probs": run.probs.cpu().numpy().astype(np.float32)}
+    result = run.result() | {"choice": np.array(number)}
+    result["probs"] = run.seen.probs.cpu().numpy().astype(np.float32)
+    return result | (run.shifted() if "degrees" in cell.settings and not run.lost else {})
 
 
 def chosen_setting(errors: list[float]) -> int:
@@ -110,15 +102,15 @@ class _Run:
     def __init__(self, settings: Mapping[str, Any], attempt: Attempt, held: str) -> None:
         _make_room(settings["device"])
         self.settings, self.attempt, self.held = settings, attempt, held
-        self.data, self.batch = load(settings["device"]), int(settings["batch"])
+        self.data, self.batch = load(settings["data"], settings["device"]), int(settings["batch"])
         self.generator = torch.Generator(settings["device"]).manual_seed(self._seed("training"))
-        self.model = network(settings["hidden"]).to(settings["device"])
+        self.model = network(settings).to(settings["device"])
         self.stages: list[tuple[str, int]] = [(part, int(epochs)) for part, epochs in settings["stages"]]
         self.epochs = sum(epochs for _, epochs in self.stages)
         self.marks = trace_steps(self.epochs, settings["trace_points"])
         self.epoch, self.lost = 0, False
         self.trace: list[list[float]] = []
-        self.probs = torch.zeros(0, CLASSES)
+        self.seen = Predicted(torch.zeros(0, CLASSES), torch.zeros(0))
         self.learner: Learner
 
     def train(self) -> None:
@@ -165,12 +157,14 @@ class _Run:
         """The metrics at the end, and two of them along the way; NaN where the run was lost."""
         measured = dict.fromkeys(METRICS, float("nan"))
         if not self.lost:
+            if settle := getattr(self.learner, "settle", None):
+                settle(self._part(self.stages[-1][0])[0])
             try:
                 measured = self._measured(self._draws(self.settings["draws"]))
             except NumericalError:  # the last step is looked at here for the first time
                 self.lost = True
         if self.lost:
-            self.probs = torch.zeros(0, CLASSES)  # not those of an earlier look
+            self.seen = Predicted(torch.zeros(0, CLASSES), torch.zeros(0))  # not those of an earlier look
         trace = np.array(self.trace).reshape(-1, 3)
         return {name: np.array([value]) for name, value in measured.items()} | {
             "trace_epochs": trace[:, 0],
@@ -182,11 +176,25 @@ class _Run:
         """On what is held out; the predictions are kept."""
         x, y = self._part(self.held)
         with self._own_draws():
-            probs = predict(self.model, self.learner, x, draws).probs
-        if not bool(probs.isfinite().all()):
+            self.seen = predict(self.model, self.learner, x, draws)
+        if not bool(self.seen.probs.isfinite().all()):
             raise NumericalError("the predictions are not finite.")
-        self.probs = probs
-        return scores(probs, y)
+        return scores(self.seen.probs, y)
+
+    def shifted(self) -> Arrays:
+        """The metrics on turned images, (angles, 4), and how well strangers are told, (kinds of them, 4)."""
+        x, y = self._part(self.held)
+        draws, found, told = self._draws(self.settings["draws"]), [], []
+        for degrees in self.settings["degrees"]:
+            with self._own_draws():
+                found.append(
+                    list(scores(predict(self.model, self.learner, turned(x, degrees), draws).probs, y).values())
+                )
+        for name in self.settings["strangers"]:
+            with self._own_draws():
+                there = predict(self.model, self.learner, strangers(name, len(y)).to(x.device), draws)
+            told.append([strangeness(self.seen, there)[metric] for metric in STRANGER_METRICS])
+        return {"turned": np.array(found), "strangers": np.array(told)}
 
     def _draws(self, wanted: int) -> int:
         """No more than the method has different ones."""
@@ -232,13 +240,18 @@ class _Run:
 
     def _starts(self, member: int) -> dict[str, Tensor]:
         """Torch's own initial weights, the same for all methods and settings."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed(f"start {member}") % 2**31)
-            fresh = network(self.settings["hidden"]).to(self.settings["device"])
+        fresh = network(self.settings, self._seed(f"start {member}") % 2**31).to(self.settings["device"])
         return {name: value.detach().unsqueeze(0) for name, value in fresh.named_parameters()}
 
     def _seed(self, what: str) -> int:
-        return seed_of(self.settings["seed"], "mnist", what)
+        return seed_of(self.settings["seed"], self.settings["data"], what)
+
+
+def strangers(name: str, count: int) -> Tensor:
+    """Images of another kind, (n, 1, 28, 28): the test images of another set, or letters."""
+    if name == "letters":
+        return letters(count, torch.Generator().manual_seed(0)).unsqueeze(1)
+    return LOADERS[name]("test").x[:count].unsqueeze(1)
 
 
 def _make_room(device: str) -> None:
@@ -246,43 +259,3 @@ def _make_room(device: str) -> None:
     if str(device).startswith("cuda"):  # pragma: no cover
         gc.collect()
         torch.cuda.empty_cache()
-
-
-# ---- predictions ----
-
-
-class Predicted(NamedTuple):
-    """Predictions averaged over draws of the weights.
-
-    Args:
-        probs: (n, C) float64.
-        expected_entropy: mean over draws of the entropy of each prediction, (n,).
-    """
-
-    probs: Tensor
-    expected_entropy: Tensor
-
-    @property
-    def mutual_information(self) -> Tensor:
-        """What the label would tell about the weights, nats, (n,)."""
-        return (metrics.predictive_entropy(self.probs) - self.expected_entropy).clamp_min(0.0)
-
-
-@torch.no_grad()
-def predict(model: nn.Module, learner: Learner, x: Tensor, draws: int) -> Predicted:
-    """Predictive probabilities of inputs (n, ...), from so many draws of one network's weights, a few at a time."""
-    probs = torch.zeros(len(x), CLASSES, dtype=torch.float64, device=x.device)
-    entropy = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    for count in portions(model, x.new_empty(1, len(x)), draws):
-        each = outputs_of(model, learner.draw(count), x.unsqueeze(0))[0].softmax(-1)
-        probs += each.sum(0, dtype=torch.float64)
-        entropy += torch.special.entr(each).sum((0, 2), dtype=torch.float64)
-    return Predicted(probs / draws, entropy / draws)
-
-
-def scores(probs: Tensor, y: Tensor) -> dict[str, float]:
-    """The four metrics."""
-    error = 100 * (1 - metrics.accuracy(probs, y))
-    return dict(
-        zip(METRICS, (error, metrics.nll(probs, y), metrics.ece(probs, y), metrics.brier(probs, y)), strict=True)
-    )
