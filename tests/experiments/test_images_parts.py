@@ -230,7 +230,7 @@ def test_without_ivon_its_package_is_named(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "ivon", None)
-    with pytest.raises(ImportError, match="pip install ivon-opt"):
+    with pytest.raises(ImportError, match=r"IVON is a package of its own: pip install 'slangvi\[rivals\]'"):
         Ivon(task())
 
 

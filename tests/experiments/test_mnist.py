@@ -14,13 +14,13 @@ import torch
 
 import digits
 from slangvi.errors import NumericalError
-from slangvi.experiments import _image_cells, _mnist_pages, _mnist_recipes, mnist, report
+from slangvi.experiments import _image_cells, _mnist_pages, mnist, report
 from slangvi.experiments._cells import Attempt, Cell, Stopped, write
 from slangvi.experiments._image_cells import chosen_setting, compute_final, compute_tuning
 from slangvi.experiments._image_learners import IMAGE_LEARNERS, Alone
 from slangvi.experiments._image_networks import network
 from slangvi.experiments._image_scores import METRICS
-from slangvi.experiments._mnist_recipes import METHODS, QUICK, RANKS, plan, tuning_cells
+from slangvi.experiments._mnist_recipes import METHODS, QUICK, RANKS, table
 from slangvi.experiments._results import read_table
 from slangvi.experiments._settings import Settings
 from slangvi.experiments.paper import printed
@@ -188,7 +188,7 @@ def test_the_final_run_takes_the_setting_with_the_lowest_validation_error(settin
 
 def test_the_papers_grid_stages_and_seeds():
     common = FULL(Settings(device="cuda"))
-    cells = plan(common, list(METHODS))
+    cells = table(common, quick=False).finals("mnist", list(METHODS))
     by_method = {name: [c for c in cells if c.method.startswith(f"{name}-")] for name in METHODS}
     for rank in RANKS:
         final = by_method[f"slang_{rank}"]
@@ -208,9 +208,9 @@ def test_the_papers_grid_stages_and_seeds():
 
 
 def test_one_setting_needs_no_choice():
-    common = FULL(Settings(quick=True))
-    assert tuning_cells(common, "slang_8") == []
-    assert len(tuning_cells(common, "map")) == 2
+    rows = table(FULL(Settings(quick=True)), quick=True)
+    assert rows.tuning("mnist", "slang_8") == []
+    assert len(rows.tuning("mnist", "map")) == 2
     assert set(QUICK) <= set(METHODS)
 
 
@@ -299,5 +299,5 @@ def test_verdicts_compare_with_the_paper_and_with_map():
     assert best.endswith("is at or below 1.6 %.")
 
 
-def test_step_times_are_known_for_every_learner():
-    assert {recipe.learner for recipe in METHODS.values()} == set(_mnist_recipes.STEP_SECONDS) <= set(IMAGE_LEARNERS)
+def test_every_method_has_its_learner():
+    assert {recipe.learner for recipe in METHODS.values()} <= set(IMAGE_LEARNERS)

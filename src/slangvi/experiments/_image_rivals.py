@@ -80,7 +80,7 @@ class Ivon:
         try:
             package = import_module("ivon")
         except ImportError as error:
-            raise ImportError("IVON comes with its own package: pip install ivon-opt") from error
+            raise ImportError("IVON is a package of its own: pip install 'slangvi[rivals]'") from error
         self.task, self.generator, self.rate = task, task.generator, task.rate("ivon_lr")
         self.model, self.spec = task.model, task.spec
         self.loc = nn.ParameterList(value[0].clone() for value in task.starts(0).values())

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slangvi._environment import environment
 from slangvi.data import load_mnist
 from slangvi.experiments._cells import Cell
 from slangvi.experiments._files import put
 from slangvi.experiments._image_scores import METRICS
+from slangvi.experiments._image_tables import about_run, all_finished, method_of
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
-from slangvi.experiments._mnist_recipes import NAME, most_seeds
+from slangvi.experiments._mnist_recipes import NAME
 from slangvi.experiments._results import Row, aggregate, write_about, write_table
 from slangvi.experiments._settings import Settings
 
-__all__ = ["COLUMNS", "PICTURED", "TRACE_COLUMNS", "TUNING_COLUMNS", "all_finished", "save"]
+__all__ = ["COLUMNS", "PICTURED", "TRACE_COLUMNS", "TUNING_COLUMNS", "save"]
 
 COLUMNS = ("method", *METRICS, "epochs", "seed")
 TUNING_COLUMNS = ("method", "neg_log_sigma", "rate", "validation_error_percent", "validation_nll", "chosen")
@@ -28,12 +27,6 @@ TRACE_COLUMNS = ("method", "seed", "epoch", "test_error_percent", "test_nll")
 # Methods whose predictions are kept, for pictures: few, as they take room.
 PICTURED = ("slang_8", "slang_8_cosine", "bbb", "map", "ensemble_5")
 UNCERTAIN = 36
-
-
-def all_finished(finals: Iterable[Cell], folder: Path) -> list[Finished]:
-    """Finished cells, each once: final ones and those they need."""
-    cells = {cell.label: cell for final in finals for cell in (*final.needs, final)}
-    return finished(cells.values(), folder)
 
 
 def save(finals: Sequence[Cell], common: Mapping[str, Any], settings: Settings, start: float) -> Outcome:
@@ -53,13 +46,8 @@ def save(finals: Sequence[Cell], common: Mapping[str, Any], settings: Settings, 
     write_table(paths[1], TUNING_COLUMNS, _tuning_lines(finals, done))
     write_table(paths[2], TRACE_COLUMNS, [line for each in tested for line in _trace_lines(*each)])
     _write_predictions(paths[3], tested)
-    write_about(paths[4], _about(done, common, settings, start))
+    write_about(paths[4], about_run(NAME, done, common, settings, start))
     return Outcome(_rows(tested), paths)
-
-
-def method_of(cell: Cell) -> str:
-    """The method of a cell, without its setting or seed."""
-    return cell.method.partition("-")[0]
 
 
 def _line(cell: Cell, stored: Any) -> tuple[Any, ...]:
@@ -117,16 +105,3 @@ def _write_predictions(path: Path, tested: Sequence[Finished]) -> None:
         arrays["uncertain"] = index
         arrays["images"] = (255 * test.x[index]).round().numpy().astype(np.uint8)
     put(path, lambda file: np.savez_compressed(file, allow_pickle=False, **arrays))
-
-
-def _about(done: Sequence[Finished], common: Mapping[str, Any], settings: Settings, start: float) -> dict[str, Any]:
-    """Command, settings, environment, and the seconds of every cell."""
-    spent = sum(stored.about["seconds"] for _, stored in done)
-    return {
-        "experiment": NAME,
-        **environment(settings.command, settings.device, spent),
-        "jobs": settings.jobs,
-        "wall_seconds": round(perf_counter() - start, 1),
-        "settings": {"quick": settings.quick, **common, "splits": most_seeds(common)},
-        "cells": {cell.label: {"seconds": round(stored.about["seconds"], 1)} for cell, stored in done},
-    }

@@ -41,6 +41,10 @@ DATASETS = {
     "wine": "Wine",
     "yacht": "Yacht",
     "mnist": "MNIST",
+    "mnist_lenet": "MNIST, LeNet-5",
+    "mnist_resnet": "MNIST, residual",
+    "fashion_mnist_lenet": "Fashion-MNIST, LeNet-5",
+    "fashion_mnist_resnet": "Fashion-MNIST, residual",
     "cubic_inside": "Noisy cubic, inside the data's range",
     "cubic_outside": "Noisy cubic, outside",
 }

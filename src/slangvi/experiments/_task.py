@@ -19,7 +19,7 @@ __all__ = ["BIAS_PRECISION", "FALLS", "Cosine", "LogProb", "Task", "bernoulli", 
 # Prior precision of biases, as in the paper.
 BIAS_PRECISION = 1e-6
 # Rates that fall unless a method's settings say which do.
-FALLS = ("lr", "precision_lr", "adam_lr")
+FALLS = ("lr", "precision_lr", "adam_lr", "ivon_lr")
 # Outputs, targets and noise precision, of shapes that broadcast → log-likelihood of each.
 LogProb = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from slangvi.data import load_mnist
 from slangvi.experiments import _mnist_pages
+from slangvi.experiments._image_tables import all_finished
 from slangvi.experiments._logistic_tables import Outcome, refuse_smaller
 from slangvi.experiments._mnist_recipes import METHODS as RECIPES
-from slangvi.experiments._mnist_recipes import NAME, QUICK, most_seeds, plan
-from slangvi.experiments._mnist_tables import all_finished, save
+from slangvi.experiments._mnist_recipes import NAME, table
+from slangvi.experiments._mnist_tables import save
 from slangvi.experiments._results import refuse_shorter
 from slangvi.experiments._runner import Progress, run_cells
 from slangvi.experiments._settings import Settings, choose
@@ -33,7 +34,6 @@ def chosen(settings: Settings) -> dict[str, Any]:
         "edition": EDITION,
         "epochs": settings.epochs or (4 if quick else 100),
         "seeds": settings.splits or (1 if quick else 0),  # 0: as many as the method's row says
-        "quick_grid": quick,
         "data": NAME,
         "network": "mlp",
         "hidden": [400, 400],
@@ -56,15 +56,16 @@ def chosen(settings: Settings) -> dict[str, Any]:
 def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome:
     """Train what is not trained yet, and write the tables."""
     start, common, about = perf_counter(), chosen(settings), settings.out / f"{NAME}.json"
-    known = tuple(QUICK) if settings.quick else METHODS
+    rows = table(common, settings.quick)
+    known = tuple(rows.recipes)
     choose("dataset", settings.datasets, DATASETS)
-    wanted, every = plan(common, choose("method", settings.methods, known)), plan(common, known)
-    refuse_shorter(about, common["epochs"], most_seeds(common))
+    wanted, every = (rows.finals(NAME, names) for names in (choose("method", settings.methods, known), known))
+    refuse_shorter(about, common["epochs"], rows.most_seeds)
     refuse_smaller(about, [*wanted, *(done.cell for done in all_finished(every, settings.cells))])
     for part in ("train", "test"):
         load_mnist(part)  # a missing or damaged file is told before anything is computed
     run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
-    return save(every, common, settings, start)
+    return save(every, common | {"splits": rows.most_seeds}, settings, start)
 
 
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
