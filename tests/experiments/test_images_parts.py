@@ -67,6 +67,13 @@ def test_predictions_are_means_over_draws_however_they_are_cut(monkeypatch, gene
         torch.testing.assert_close(found.mutual_information, expected, rtol=1e-3, atol=1e-6)
 
 
+def test_a_single_draw_has_no_mutual_information(generator):
+    model = network({"network": "mlp", "hidden": [6]}, seed=0)
+    one = Fixed([{name: p.detach() for name, p in model.named_parameters()}])
+    found = predict(model, one, torch.rand(50, 1, 28, 28, generator=generator), 1)
+    assert float(found.mutual_information.max()) == 0.0
+
+
 def test_strangers_are_told_by_both_uncertainties():
     sure = _image_scores.Predicted(torch.eye(10).double(), torch.zeros(10).double())
     lost = _image_scores.Predicted(torch.full((4, 10), 0.1).double(), torch.full((4,), math.log(10)).double())

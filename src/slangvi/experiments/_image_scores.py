@@ -55,9 +55,10 @@ def predict(model: nn.Module, learner: Drawn, x: Tensor, draws: int) -> Predicte
         weights = learner.draw(min(_DRAWS, draws - first))
         for start in range(0, len(x), _ROWS):
             rows = slice(start, start + _ROWS)
-            each = outputs_of(model, weights, x[rows].unsqueeze(0))[0].softmax(-1)
-            probs[rows] += each.sum(0, dtype=torch.float64)
-            entropy[rows] += torch.special.entr(each).sum((0, 2), dtype=torch.float64)
+            # In float64, so that the mutual information of draws that agree is 0 and not rounding.
+            each = outputs_of(model, weights, x[rows].unsqueeze(0))[0].double().softmax(-1)
+            probs[rows] += each.sum(0)
+            entropy[rows] += torch.special.entr(each).sum((0, 2))
     return Predicted(probs / draws, entropy / draws)
 
 
