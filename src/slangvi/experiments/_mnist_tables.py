@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slangvi._files import put
 from slangvi.data import load_mnist
 from slangvi.experiments._cells import Cell
-from slangvi._files import put
 from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._image_tables import about_run, all_finished, method_of
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
