@@ -69,6 +69,7 @@ def modules_in(*packages: str) -> list[str]:
 ALLOWED = {
     "slangvi.linalg": {"torch", "slangvi.types", "slangvi.linalg", "slangvi.errors"},
     "slangvi.metrics": {"torch", "numpy", "slangvi.types", "slangvi.errors", "slangvi._checks", "slangvi.likelihoods"},
+    "slangvi.plots": {"torch", "matplotlib", "slangvi.metrics", "slangvi._checks"},
     # scikit-learn bundles some of the data; it may be missing, so it is imported where it is used.
     "slangvi.data": {
         *("torch", "numpy", "sklearn", "slangvi.data"),

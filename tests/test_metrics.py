@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from slangvi import metrics
 
 CLASSIFICATION = [metrics.accuracy, metrics.nll, metrics.brier, metrics.ece]
+BINNED = [metrics.reliability, metrics.risk_coverage]
 
 
 def predictions(seed: int, n: int, classes: int, sharpness: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,14 +114,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("probs", "labels", "error", "message"), BAD)
-@pytest.mark.parametrize("metric", CLASSIFICATION)
+@pytest.mark.parametrize("metric", CLASSIFICATION + BINNED)
 def test_classification_metrics_refuse(metric, probs, labels, error, message):
     with pytest.raises(error, match=message):
         metric(probs, labels)
 
 
 @pytest.mark.parametrize("probs", [[[0.5, math.nan]], [[math.nan, math.nan]]])
-@pytest.mark.parametrize("metric", CLASSIFICATION)
+@pytest.mark.parametrize("metric", CLASSIFICATION + BINNED)
 def test_probabilities_that_are_nan_are_refused(metric, probs):
     with pytest.raises(ValueError, match=r"probs must lie in \[0, 1\]"):
         metric(torch.tensor(probs), torch.tensor([1]))
@@ -137,6 +138,119 @@ def test_logits_in_place_of_probabilities_are_refused(metric, probs):
 def test_ece_refuses_impossible_bins(bins, error):
     with pytest.raises(error, match="bins must be"):
         metrics.ece(*predictions(0, 3, 2), bins=bins)
+
+
+@given(case=cases, bins=st.integers(1, 20))
+def test_reliability_counts_every_example_once_and_agrees_with_ece(case, bins):
+    probs, labels = case
+    found = metrics.reliability(probs, labels, bins)
+    assert int(found.size.sum()) == len(labels)
+    there = found.size > 0
+    assert bool(found.confidence.isnan().eq(~there).all())
+    weighted = (found.size * found.accuracy)[there].sum() / len(labels)
+    assert float(weighted) == pytest.approx(metrics.accuracy(probs, labels))
+    gap = (found.size * (found.accuracy - found.confidence).abs())[there].sum() / len(labels)
+    assert metrics.ece(probs, labels, bins) == pytest.approx(float(gap), abs=1e-12)
+
+
+# ---- uncertainty ----
+
+
+@given(case=cases)
+def test_entropy_is_that_of_a_categorical_distribution(case):
+    expected = torch.distributions.Categorical(probs=case[0]).entropy()
+    torch.testing.assert_close(metrics.predictive_entropy(case[0]), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_mutual_information_is_the_mean_divergence_of_draws_from_their_mean(generator):
+    probs = torch.randn(6, 9, 4, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+    mean = probs.mean(0)
+    expected = [sum(float((probs[s, i] * (probs[s, i] / mean[i]).log()).sum()) for s in range(6)) / 6 for i in range(9)]
+    torch.testing.assert_close(metrics.mutual_information(probs), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_mutual_information_of_draws_that_agree_is_zero_and_never_negative():
+    probs = predictions(0, 200, 5)[0].float()
+    found = metrics.mutual_information(probs.expand(7, -1, -1))
+    assert found.dtype is torch.float32
+    assert bool((found >= 0).all())
+    assert float(found.max()) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 4, 3)])
+def test_mutual_information_needs_draws(shape):
+    with pytest.raises(ValueError, match=r"probs must be \(S, ..., C\) with S ≥ 1"):
+        metrics.mutual_information(torch.full(shape, 1 / 3))
+
+
+# Few values, so that many scores are equal.
+scores = st.lists(st.integers(0, 6).map(float), min_size=1, max_size=40).map(torch.tensor)
+
+
+def truth_of(inside: torch.Tensor, outside: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    return np.r_[np.zeros(len(inside)), np.ones(len(outside))], np.r_[inside.numpy(), outside.numpy()]
+
+
+@given(inside=scores, outside=scores)
+def test_auroc_is_that_of_scikit_learn(inside, outside):
+    truth, score = truth_of(inside, outside)
+    assert metrics.auroc(inside, outside) == pytest.approx(sklearn.metrics.roc_auc_score(truth, score), abs=1e-12)
+
+
+@given(inside=scores, outside=scores, level=st.sampled_from([0.5, 0.8, 0.95, 1.0]))
+def test_fpr95_is_a_point_of_scikit_learns_curve(inside, outside, level):
+    truth, score = truth_of(inside, outside)
+    false, true, _ = sklearn.metrics.roc_curve(1 - truth, -score, drop_intermediate=False)
+    expected = false[np.flatnonzero(true >= level - 1e-12)[0]]
+    assert metrics.fpr95(inside, outside, level) == pytest.approx(expected, abs=1e-12)
+
+
+def test_perfect_and_inverted_separation():
+    low, high = torch.arange(20.0), torch.arange(100.0, 130.0)
+    assert (metrics.auroc(low, high), metrics.fpr95(low, high)) == (1.0, 0.0)
+    assert (metrics.auroc(high, low), metrics.fpr95(high, low)) == (0.0, 1.0)
+
+
+BAD_SCORES = [torch.zeros(0), torch.zeros(2, 2), torch.tensor([0.0, math.nan])]
+
+
+@pytest.mark.parametrize("bad", BAD_SCORES)
+@pytest.mark.parametrize("metric", [metrics.auroc, metrics.fpr95])
+def test_scores_that_cannot_be_compared_are_refused(metric, bad):
+    for pair in ((bad, torch.ones(3)), (torch.ones(3), bad)):
+        with pytest.raises(ValueError, match=r"an uncertainty must be \(n,\) with n ≥ 1 and without NaN"):
+            metric(*pair)
+
+
+def slow_risks(wrong: list[float], doubt: list[float]) -> list[float]:
+    """Mean over all orders of the rows, by the definition: sort, answer the first k, count errors."""
+    found = []
+    for k in range(1, len(wrong) + 1):
+        bar = sorted(doubt)[k - 1]
+        surer = [w for w, u in zip(wrong, doubt, strict=True) if u < bar]
+        equal = [w for w, u in zip(wrong, doubt, strict=True) if u == bar]
+        found.append((sum(surer) + (k - len(surer)) * sum(equal) / len(equal)) / k)
+    return found
+
+
+@given(case=cases, data=st.data())
+def test_risk_coverage_is_that_of_a_slow_loop(case, data):
+    probs, labels = case
+    size = len(labels)
+    doubt = torch.tensor(data.draw(st.lists(st.integers(0, 4).map(float), min_size=size, max_size=size)))
+    wrong = (probs.argmax(-1) != labels).double().tolist()
+    for given_doubt, used in ((None, (-probs.max(-1).values).tolist()), (doubt, doubt.tolist())):
+        found = metrics.risk_coverage(probs, labels, given_doubt)
+        assert found.risk.tolist() == pytest.approx(slow_risks(wrong, used))
+        assert found.coverage.tolist() == pytest.approx([(k + 1) / size for k in range(size)])
+        assert found.area == pytest.approx(float(found.risk.mean()))
+        assert float(found.risk[-1]) == pytest.approx(1 - metrics.accuracy(probs, labels))
+
+
+@pytest.mark.parametrize("bad", [*BAD_SCORES, torch.zeros(4)])
+def test_risk_coverage_refuses_another_number_of_scores(bad):
+    with pytest.raises(ValueError, match=r"uncertainty must be \("):
+        metrics.risk_coverage(*predictions(0, 3, 2), uncertainty=bad)
 
 
 # ---- regression ----

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slangvi import checkpoint as checkpoint
     from slangvi import data as data
     from slangvi import metrics as metrics
+    from slangvi import plots as plots
     from slangvi import replicas as replicas
     from slangvi._steps import ELBO as ELBO
     from slangvi._steps import inverse_time as inverse_time
@@ -79,6 +80,7 @@ __all__ = [
     "functional_samples",
     "predictive_samples",
     "metrics",
+    "plots",
     # checkpoints
     "save",
     "load",
@@ -141,6 +143,7 @@ _MODULES = {
     "checkpoint": "slangvi.checkpoint",
     "data": "slangvi.data",
     "metrics": "slangvi.metrics",
+    "plots": "slangvi.plots",
     "replicas": "slangvi.replicas",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,24 @@ from torch import Tensor
 from slangvi import _checks
 from slangvi.likelihoods import check_labels
 
-__all__ = ["accuracy", "brier", "coverage", "ece", "interval_error", "mixture_nll", "nll", "rmse"]
+__all__ = [
+    "Reliability",
+    "RiskCoverage",
+    "accuracy",
+    "auroc",
+    "brier",
+    "coverage",
+    "ece",
+    "fpr95",
+    "interval_error",
+    "mixture_nll",
+    "mutual_information",
+    "nll",
+    "predictive_entropy",
+    "reliability",
+    "risk_coverage",
+    "rmse",
+]
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
@@ -38,6 +56,43 @@ def brier(probs: Tensor, labels: Tensor) -> float:
     return float((probs.double() - truth).square().sum(-1).mean())
 
 
+class Reliability(NamedTuple):
+    """Examples put in bins by how sure the prediction is; bins nobody is in have NaN for means.
+
+    Args:
+        confidence: mean probability of the predicted class, (B,).
+        accuracy: share of right predictions, (B,).
+        size: examples in each bin, (B,).
+    """
+
+    confidence: Tensor
+    accuracy: Tensor
+    size: Tensor
+
+
+def reliability(probs: Tensor, labels: Tensor, bins: int = 15) -> Reliability:
+    """Confidence and accuracy in bins of equal width, for a reliability diagram.
+
+    Args:
+        probs: (n, C).
+        labels: (n,).
+        bins: B. Bins are open below and closed above, as is usual; confidence 0 cannot occur.
+
+    Example:
+        >>> reliability(torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]]), torch.tensor([0, 1, 1]), bins=2)
+        Reliability(confidence=tensor([ nan, 0.7333]), accuracy=tensor([ nan, 0.6667]), size=tensor([0, 3]))
+    """
+    _check(probs, labels)
+    bins = _checks.count("bins", bins)
+    confidence, predicted = probs.double().max(-1)
+    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    size, sure, right = (
+        confidence.new_zeros(bins).index_add_(0, place, value)
+        for value in (torch.ones_like(confidence), confidence, (predicted == labels).double())
+    )
+    return Reliability((sure / size).to(probs.dtype), (right / size).to(probs.dtype), size.long())
+
+
 def ece(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
     """Expected calibration error: mean gap between confidence and accuracy over equal-width bins.
 
@@ -45,14 +100,141 @@ def ece(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
         >>> round(ece(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1])), 4)
         0.3
     """
+    found = reliability(probs.double(), labels, bins)
+    gaps = (found.confidence - found.accuracy).abs() * found.size
+    return float(gaps.nansum() / len(labels))
+
+
+# ---- how uncertain a prediction is, and whether that tells errors and strangers ----
+
+
+def predictive_entropy(probs: Tensor) -> Tensor:
+    r"""Entropy of each prediction in nats, $-\sum_c p_c \log p_c$: all uncertainty there is.
+
+    Args:
+        probs: (..., C), averaged over draws of the weights.
+
+    Returns:
+        (...), between 0 and log C.
+
+    Example:
+        >>> predictive_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+        tensor([0.6931, 0.0000])
+    """
+    _check_probs(probs)
+    found: Tensor = torch.special.entr(probs).sum(-1)
+    return found
+
+
+def mutual_information(probs: Tensor) -> Tensor:
+    r"""What the label would tell about the weights, in nats: the uncertainty that more data could take away.
+
+    $$ \mathrm H\Bigl[\tfrac1S \textstyle\sum_s p_s\Bigr] - \tfrac1S \sum_s \mathrm H[p_s] $$
+
+    Args:
+        probs: of each draw of the weights, (S, ..., C).
+
+    Returns:
+        (...), not negative; 0 where all draws agree.
+
+    Example:
+        >>> mutual_information(torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]]))
+        tensor([0.6931, 0.0000])
+    """
+    if probs.ndim < 2 or len(probs) == 0:
+        raise ValueError(f"probs must be (S, ..., C) with S ≥ 1 draws in front, got {tuple(probs.shape)}.")
+    exact = probs.double()
+    found = predictive_entropy(exact.mean(0)) - predictive_entropy(exact).mean(0)
+    return found.clamp_min(0.0).to(probs.dtype)
+
+
+def auroc(inside: Tensor, outside: Tensor) -> float:
+    r"""Area under the ROC curve: how often a stranger looks more uncertain than an example of the known kind.
+
+    $$ \Pr(u_\text{out} > u_\text{in}) + \tfrac12 \Pr(u_\text{out} = u_\text{in}) $$
+
+    Args:
+        inside: uncertainty of inputs like those of training, (n,).
+        outside: uncertainty of others, (m,); higher should mean more uncertain.
+
+    Returns:
+        1 when every stranger is told, 0.5 when uncertainty tells nothing.
+
+    Example:
+        >>> auroc(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.3, 0.9]))
+        0.9166...
+    """
+    known, strange = _scores(inside, outside)
+    ordered = known.sort().values
+    below, at_most = (torch.searchsorted(ordered, strange, right=right).double() for right in (False, True))
+    return float((below + at_most).mean() / (2 * len(known)))
+
+
+def fpr95(inside: Tensor, outside: Tensor, level: float = 0.95) -> float:
+    """Share of strangers that pass for known where 95 % of the known pass: low is good.
+
+    The bar is the lowest uncertainty that at least `level` of the known examples do not exceed.
+
+    Args:
+        inside: uncertainty of inputs like those of training, (n,).
+        outside: uncertainty of others, (m,).
+        level: share of known examples to let pass.
+
+    Example:
+        >>> fpr95(torch.arange(100.0), torch.tensor([50.0, 94.0, 95.0, 200.0]))
+        0.5
+    """
+    known, strange = _scores(inside, outside)
+    level = _checks.number("level", level, 0.0, 1.0, closed="high")
+    needed = math.ceil(round(level * len(known), 9))  # 0.95 · 100 is a little more than 95
+    bar = known.sort().values[needed - 1]
+    return float((strange <= bar).double().mean())
+
+
+class RiskCoverage(NamedTuple):
+    """Errors among the predictions one is surest of.
+
+    Args:
+        coverage: shares of examples that are answered, 1/n to 1, (n,).
+        risk: share of wrong answers among them, (n,).
+        area: under the curve, the mean of `risk`; low is good.
+    """
+
+    coverage: Tensor
+    risk: Tensor
+    area: float
+
+
+def risk_coverage(probs: Tensor, labels: Tensor, uncertainty: Tensor | None = None) -> RiskCoverage:
+    """The error rate if only the surest predictions are given, for every share of them.
+
+    Args:
+        probs: (n, C).
+        labels: (n,).
+        uncertainty: (n,), by which predictions are withheld, highest first; None takes 1 − confidence. Examples with
+            the same one count as equally likely to come first, so the order of the rows does not matter.
+
+    Example:
+        >>> probs, labels = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8], [0.7, 0.3]]), torch.tensor([0, 1, 1, 0])
+        >>> risk_coverage(probs, labels)
+        RiskCoverage(coverage=tensor([0.2500, 0.5000, 0.7500, 1.0000]),
+                     risk=tensor([0.0000, 0.0000, 0.0000, 0.2500]), area=0.0625)
+    """
     _check(probs, labels)
-    bins = _checks.count("bins", bins)
     confidence, predicted = probs.double().max(-1)
-    correct = (predicted == labels).double()
-    # Bins are open below and closed above, as is usual; confidence 0 cannot occur.
-    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
-    gaps = confidence.new_zeros(bins).index_add_(0, place, correct - confidence)
-    return float(gaps.abs().sum() / len(labels))
+    (doubt,) = _scores(-confidence if uncertainty is None else uncertainty)
+    if doubt.shape != labels.shape:
+        raise ValueError(f"uncertainty must be ({len(labels)},), one for each example, got {tuple(doubt.shape)}.")
+    doubt, order = doubt.sort()
+    wrong = (predicted != labels).double()[order]
+    _, group, sizes = doubt.unique_consecutive(return_inverse=True, return_counts=True)
+    wrong = (torch.zeros_like(sizes, dtype=wrong.dtype).index_add_(0, group, wrong) / sizes)[group]
+    answered = torch.arange(1, len(labels) + 1, dtype=torch.float64, device=wrong.device)
+    risk = wrong.cumsum(0) / answered
+    return RiskCoverage((answered / len(labels)).to(probs.dtype), risk.to(probs.dtype), float(risk.mean()))
+
+
+# ---- regression ----
 
 
 def rmse(mean: Tensor, targets: Tensor) -> float:
@@ -118,6 +300,21 @@ def _check(probs: Tensor, labels: Tensor) -> None:
         raise ValueError(
             f"probs must be (n, C) and labels (n,) with n ≥ 1, got {tuple(probs.shape)} and {tuple(labels.shape)}."
         )
+    _check_probs(probs)
+    check_labels(labels, probs.shape[-1])
+
+
+def _check_probs(probs: Tensor) -> None:
     if not bool(((probs >= 0) & (probs <= 1 + 1e-4)).all()):
         raise ValueError("probs must lie in [0, 1], got values outside or NaN. Pass probabilities, not logits.")
-    check_labels(labels, probs.shape[-1])
+
+
+def _scores(*scores: Tensor) -> tuple[Tensor, ...]:
+    """In float64, one number for each example, at least one, none NaN."""
+    for score in scores:
+        if score.ndim != 1 or len(score) == 0 or bool(score.isnan().any()):
+            raise ValueError(
+                f"an uncertainty must be (n,) with n ≥ 1 and without NaN, got {tuple(score.shape)}, "
+                f"{int(score.isnan().sum())} of them NaN."
+            )
+    return tuple(score.double() for score in scores)

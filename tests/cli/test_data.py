@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from serving import files_in, serving
 from slangvi.cli.app import app
-from slangvi.data import LIBSVM, UCI
+from slangvi.data import IMAGES, LIBSVM, UCI
 from slangvi.data._libsvm_sets import Content, Dataset
 from slangvi.data._remote import File
 from slangvi.data._svmlight import digest, parse
@@ -40,7 +40,7 @@ def server(cache, monkeypatch):
     """Two small data sets in place of the real ones."""
     content = Content(1, {-1: 30, 1: 30}, digest(parse(TEXT, 1)))
     with serving() as running:
-        for table in (LIBSVM, UCI):
+        for table in (LIBSVM, UCI, IMAGES):
             for name in list(table):
                 monkeypatch.delitem(table, name)
         for name in ("tiny", "small"):
@@ -107,7 +107,7 @@ def test_list_as_json_has_addresses_and_paths(cache):
     found = json.loads(result.output)
     assert (found["cache"], found["offline"]) == (str(cache), False)
     rows = {row["name"]: row for row in found["datasets"]}
-    assert list(rows) == [*LIBSVM, *UCI]
+    assert list(rows) == [*LIBSVM, *UCI, *IMAGES]
     usps = rows["usps_3vs5"]
     assert [usps[key] for key in ("rows", "train", "features", "splits")] == [1540, 770, 256, 20]
     assert usps["files"][0] == {

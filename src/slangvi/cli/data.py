@@ -61,9 +61,10 @@ def fetch(names: tuple[str, ...], force: bool) -> None:
 def _datasets() -> dict[str, Row]:
     """All tables in one."""
     from slangvi.data.libsvm import LIBSVM
+    from slangvi.data.mnist import IMAGES
     from slangvi.data.uci import UCI
 
-    return {**LIBSVM, **UCI}
+    return {**LIBSVM, **UCI, **IMAGES}
 
 
 def _named(names: tuple[str, ...]) -> list[Row]:

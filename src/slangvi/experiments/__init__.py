@@ -17,6 +17,8 @@ EXPERIMENTS = {
     "logreg-convergence": "How fast the methods converge, ten seeds on one split.",
     "toy": "Uncertainty of a small network about a noisy cubic, against a long run of HMC.",
     "bnn-convergence": "How fast networks converge, with SLANG and with Bayes by Backprop.",
+    "mnist": "Digits with two hidden layers of 400: six ranks, tuned, against Bayes by Backprop, MAP, ensemble.",
+    "images": "Networks with convolutions on images, with rivals: error, calibration, turned images, strangers.",
     "uci": "Regression with small networks on eight UCI sets, with a search for noise and prior.",
     "uci-stability": "What makes training of these networks fail, and what prevents it.",
     "uci-online-eig": "SLANG-OnlineEig on the UCI sets, and its convergence on Energy.",

@@ -17,10 +17,10 @@ from slangvi.experiments._task import Task
 from slangvi.methods._graph_capture import aside, capture_graph
 from slangvi.types import ParamSpec
 
-__all__ = ["Dropped", "Ensemble", "Reparameterised"]
+__all__ = ["ByAdam", "Dropped", "Ensemble", "Reparameterised", "call_of"]
 
 
-class _ByAdam:
+class ByAdam:
     """What methods trained by Adam share: tensors that keep their place, so that a step can be captured."""
 
     def __init__(self, task: Task) -> None:
@@ -33,6 +33,7 @@ class _ByAdam:
         self.kept: dict[str, Tensor] = {}
         self.given: list[Tensor] = []
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = False
 
     @property
     def draws(self) -> int:
@@ -54,10 +55,11 @@ class _ByAdam:
             self.advance()
 
     def _replay(self) -> None:  # pragma: no cover
-        """The first step eagerly, beside the graph, as CUDA asks for."""
-        if self.taken == 1:
+        """The first step eagerly, beside the graph, as CUDA asks for; so is the first after a restart."""
+        if not self.warm:
             with aside(self.task.device):
                 self.advance()
+            self.warm = True
             return
         if self.graph is None:
             self.graph = capture_graph(self.advance, torch.cuda.graph_pool_handle(), self.task.device)
@@ -99,7 +101,7 @@ class _ByAdam:
             self.kept[name].copy_(value)
 
 
-class Reparameterised(_ByAdam):
+class Reparameterised(ByAdam):
     """Bayes by Backprop."""
 
     _LOC, _RHO = ("loc", "loc_momentum", "loc_square"), ("rho", "rho_momentum", "rho_square")
@@ -119,11 +121,11 @@ class Reparameterised(_ByAdam):
         return [torch.randn(shape, generator=self.generator, device=self.task.device)]
 
     def advance(self) -> None:
-        """See `_ByAdam`."""
+        """See `ByAdam`."""
         x, y, noise = self.given
         loc, rho = (bbb.Moving(*(self.kept[name] for name in names)) for names in (self._LOC, self._RHO))
         thetas = loc.value + bbb.stddev_of(rho.value, "softplus") * noise
-        call = torch.func.vmap(torch.func.vmap(_call(self.task.model, self.spec)), in_dims=(0, None))
+        call = torch.func.vmap(torch.func.vmap(call_of(self.task.model, self.spec)), in_dims=(0, None))
         gradients = self.gradient(thetas, lambda at: self.misfit(call(at, x), y))
         self.count += 1
         rates: dict[str, Any] = {"weight": self.weight, "prior": self.prior, "lr": self.lr, "step": self.count}
@@ -141,7 +143,7 @@ class Reparameterised(_ByAdam):
         return bbb.posterior(bbb.State(**self.kept, step=self.taken, spec=self.spec, scale="softplus"))
 
 
-class Dropped(_ByAdam):
+class Dropped(ByAdam):
     """MC dropout, a mask for each example in training as in Gal's code.
 
     Args:
@@ -172,7 +174,7 @@ class Dropped(_ByAdam):
         return [mask.transpose(0, 1).contiguous() for mask in masks.values()]
 
     def advance(self) -> None:
-        """See `_ByAdam`."""
+        """See `ByAdam`."""
         x, y, *masks = self.given
         weights = mc_dropout.Moving(*(self.kept[name] for name in self._NAMES))
         call = torch.func.vmap(_masked_call(self.task.model, self.spec))
@@ -194,19 +196,21 @@ class Ensemble:
     Args:
         task: what to learn.
         members: networks for each problem.
+        make: a task → what trains a network by maximum a posteriori.
     """
 
-    def __init__(self, task: Task, members: int) -> None:
+    def __init__(self, task: Task, members: int, make: Callable[[Task], ByAdam] | None = None) -> None:
         self.members = members
         each = [task.starts(member) for member in range(members)]
         starts = {name: torch.cat([one[name] for one in each]) for name in each[0]}
         many = {key: getattr(task, key).repeat(members) for key in ("num_data", "tau", "prior_precision")}
-        self.inner = Dropped(replace(task, starts=lambda _: starts, **many), 0.0)
+        inner = replace(task, starts=lambda _: starts, **many)
+        self.inner = Dropped(inner, 0.0) if make is None else make(inner)
         self.arrays, self.restore = self.inner.arrays, self.inner.restore
 
     def step(self, x: Tensor, y: Tensor) -> None:
         """See `Learner`."""
-        self.inner.step(x.repeat(self.members, 1, 1), y.repeat(self.members, 1))
+        self.inner.step(x.repeat(self.members, *(1 for _ in x.shape[1:])), y.repeat(self.members, 1))
 
     def draw(self, count: int) -> dict[str, Tensor]:
         """See `Learner`; members over and over."""
@@ -214,7 +218,9 @@ class Ensemble:
         return self.inner.spec.unflatten(loc[:, torch.arange(count, device=loc.device) % self.members])
 
 
-def _call(model: nn.Module, spec: ParamSpec) -> Callable[[Tensor, Tensor], Tensor]:
+def call_of(model: nn.Module, spec: ParamSpec) -> Callable[[Tensor, Tensor], Tensor]:
+    """Flat weights (P,) and inputs → outputs of any network."""
+
     def call(theta: Tensor, x: Tensor) -> Tensor:
         outputs: Tensor = torch.func.functional_call(model, spec.unflatten(theta), (x,))
         return outputs

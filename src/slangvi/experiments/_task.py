@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi._steps import Prior
+from slangvi._steps import InverseTime, Prior
 from slangvi.types import ParamSpec
 
-__all__ = ["BIAS_PRECISION", "FALLS", "Cosine", "LogProb", "Task", "bernoulli", "gaussian"]
+__all__ = ["BIAS_PRECISION", "FALLS", "Cosine", "LogProb", "Task", "bernoulli", "categorical", "gaussian"]
 
 # Prior precision of biases, as in the paper.
 BIAS_PRECISION = 1e-6
 # Rates that fall unless a method's settings say which do.
-FALLS = ("lr", "precision_lr", "adam_lr")
+FALLS = ("lr", "precision_lr", "adam_lr", "ivon_lr")
 # Outputs, targets and noise precision, of shapes that broadcast → log-likelihood of each.
 LogProb = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -32,6 +32,17 @@ def gaussian(outputs: Tensor, y: Tensor, tau: Tensor) -> Tensor:
 def bernoulli(outputs: Tensor, y: Tensor, tau: Tensor) -> Tensor:
     """Classes 0 and 1 from logits, which have no noise beside them: τ is not looked at."""
     return -F.softplus((1.0 - 2.0 * y) * outputs)
+
+
+def categorical(outputs: Tensor, y: Tensor, tau: Tensor) -> Tensor:
+    """Classes from logits (..., C), for labels of the shape in front; τ is not looked at.
+
+    Example:
+        >>> categorical(torch.tensor([[0.0, 0.0], [0.0, 3.0]]), torch.tensor([1, 1]), torch.ones(1))
+        tensor([-0.6931, -0.0486])
+    """
+    labels = y.expand(outputs.shape[:-1]).unsqueeze(-1)
+    return outputs.log_softmax(-1).gather(-1, labels).squeeze(-1)
 
 
 class Cosine:
@@ -65,7 +76,7 @@ class Task:
         steps: in all.
         settings: rates and the like, of the method.
         generator: source of all that is random, on the device.
-        log_prob: how outputs explain targets; with `bernoulli`, `tau` is ones.
+        log_prob: how outputs explain targets; with `bernoulli` and `categorical`, `tau` is ones.
     """
 
     model: nn.Module
@@ -96,9 +107,9 @@ class Task:
 
     @property
     def prior(self) -> Prior:
-        """λ for weights, next to nothing for biases unless the settings say otherwise, (K, P)."""
+        """λ for weights, next to nothing for biases and scales unless the settings say otherwise, (K, P)."""
         spec, own = self.spec, self.settings.get("bias_precision", BIAS_PRECISION)
-        bias = torch.cat([torch.full((s.stop - s.start,), name.endswith("bias")) for name, s in spec.slices.items()])
+        bias = torch.cat([torch.full((shape.numel(),), len(shape) < 2) for shape in spec.shapes])
         bias = bias.to(self.device)
         lam = torch.where(bias, own, self.prior_precision.unsqueeze(1))
         return Prior(lam, torch.zeros_like(lam))
@@ -109,7 +120,9 @@ class Task:
         outputs: Tensor = torch.func.functional_call(self.model, dict(params), (x,))
         return self.log_prob(outputs, y, tau)
 
-    def rate(self, name: str) -> Cosine | float:
-        """A rate of the method's: constant, or falling over all steps."""
-        lr = float(self.settings[name])
-        return Cosine(lr, self.steps) if name in self.settings.get("falls", FALLS) else lr
+    def rate(self, name: str) -> Cosine | InverseTime | float:
+        """A rate of the method's: constant, falling over all steps, or by the paper's schedule where `decay` is set."""
+        lr, decay = float(self.settings[name]), self.settings.get("decay")
+        if name not in self.settings.get("falls", FALLS):
+            return lr
+        return Cosine(lr, self.steps) if decay is None else InverseTime(lr, float(decay))

@@ -1,0 +1,191 @@
+"""The section of docs/results.md on MNIST: tables and pictures from the files of the experiment."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slangvi import plots
+from slangvi.experiments import _pages
+from slangvi.experiments._image_scores import METRICS
+from slangvi.experiments._mnist_recipes import NAME, RANKS
+from slangvi.experiments._mnist_tables import COLUMNS, TRACE_COLUMNS, TUNING_COLUMNS
+from slangvi.experiments._results import read_table
+from slangvi.experiments.paper import Printed, printed
+
+__all__ = ["section"]
+
+ABOUT = """\
+Two hidden layers of 400 rectified units, pixels divided by 255, minibatches of 200, four draws a step. `slang_L` is the
+paper's recipe: $\\alpha_t = \\beta_t = 0.1 / (1 + t^\\omega)$, momentum 0.9, $d = 1$ at the start, and $(-\\log\\sigma,
+\\omega) \\in \\{0, 1, 2\\} \\times \\{0.52, 0.54, 0.56, 0.58, 0.60\\}$ for the prior's standard deviation σ; 100
+epochs on 50,000 images, the setting with the lowest error on the other 10,000, then 300 more epochs on all 60,000.
+Biases have the prior precision $10^{-6}$.
+
+`slang_L_cosine` is ours: both rates fall along half a cosine, β from 0.02 and α from one of five values, the Gaussian
+starts narrow (σ = 0.01), the precision is warmed up, and biases have the prior precision 1; 100 epochs, then once more
+on all 60,000 images with the chosen setting. Bayes by Backprop (`bbb`) and maximum a posteriori (`map`) are trained by
+Adam in the same way, with as many settings to choose from: the same priors and five learning rates. `ensemble_5` is
+five networks with the setting of `map`.
+
+Predictions average 1,000 draws of the weights, in validation and in test. *Error* is in percent, *NLL* in nats, *ECE*
+with 15 bins, *Brier* the squared distance to the truth. Where there are several seeds a number is their mean ± its
+standard error.
+"""
+BEST = 1.6
+# From light to dark as the rank grows; the others as everywhere.
+COLORS = _pages.COLORS | {
+    f"slang_{rank}": color
+    for rank, color in zip(RANKS, ("#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b"), strict=True)
+}
+Line = Mapping[str, str]
+
+
+def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
+    """The part of the page about this experiment, and the pictures it wrote."""
+    lines = read_table(results / f"{NAME}.csv", COLUMNS)
+    paper = printed(NAME)
+    parts = [ABOUT, _pages.made_by(results / f"{NAME}.json"), _table(lines, paper)]
+    parts += ["### What holds on MNIST\n", *(f"- {line}" for line in verdicts(lines, paper)), ""]
+    parts += ["### Settings that were chosen\n", _choices(read_table(results / f"{NAME}-tuning.csv", TUNING_COLUMNS))]
+    pictures = _pictures(results, docs / "images")
+    parts += [_pages.image(path, alt) for path, alt in pictures]
+    return "\n".join(parts), [path for path, _ in pictures]
+
+
+# ---- tables ----
+
+
+def means(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
+    """Method → metric → mean over seeds."""
+    return {
+        method: {
+            name: statistics.fmean(float(line[name]) for line in lines if line["method"] == method) for name in METRICS
+        }
+        for method in dict.fromkeys(line["method"] for line in lines)
+    }
+
+
+def _table(lines: Sequence[Line], paper: Mapping[tuple[str, str, str], Printed]) -> str:
+    found = []
+    for method in dict.fromkeys(line["method"] for line in lines):
+        mine = [line for line in lines if line["method"] == method]
+        there = paper.get((NAME, METRICS[0], method))
+        cells = [method, "" if there is None else _pages.number(there.mean, None, there.unit)]
+        for name, unit in zip(METRICS, (0.01, 1e-4, 1e-4, 1e-4), strict=True):
+            values = [float(line[name]) for line in mine]
+            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+            cells.append(_pages.number(statistics.fmean(values), error, unit))
+        found.append([*cells, mine[0]["epochs"], str(len(mine))])
+    header = ["method", "paper, error", *(_pages.METRICS[name] for name in METRICS), "epochs", "seeds"]
+    return _pages.markdown(header, found)
+
+
+def verdicts(lines: Sequence[Line], paper: Mapping[tuple[str, str, str], Printed]) -> list[str]:
+    """Sentences on the paper's errors, the best error, and NLL and ECE against those of maximum a posteriori."""
+    found, told = means(lines), []
+    for kind, end in (("the paper's recipe", ""), ("ours", "_cosine")):
+        ranks = [rank for rank in RANKS if f"slang_{rank}{end}" in found]
+        if not ranks:
+            continue
+        error = {rank: found[f"slang_{rank}{end}"][METRICS[0]] for rank in ranks}
+        good = [rank for rank in ranks if error[rank] <= paper[NAME, METRICS[0], f"slang_{rank}"].mean]
+        best = min(ranks, key=lambda rank: error[rank])
+        reach = "at or below" if error[best] <= BEST else "above"
+        told.append(
+            f"SLANG by {kind}: at or below the paper's error at {_listed(good)} of L = {_listed(ranks)}; the best, "
+            f"{error[best]:.2f} % at L = {best}, is {reach} {BEST} %."
+        )
+        if "map" in found:
+            for name in METRICS[1:3]:
+                below = [rank for rank in ranks if found[f"slang_{rank}{end}"][name] < found["map"][name]]
+                told.append(
+                    f"SLANG by {kind}: {_pages.METRICS[name]} below that of `map`, {found['map'][name]:.4f}, at "
+                    f"{_listed(below)} of L = {_listed(ranks)}."
+                )
+    return told
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) or "none"
+
+
+def _choices(lines: Sequence[Line]) -> str:
+    picked = [line for line in lines if line["chosen"] == "1"]
+    cells = [
+        [
+            line["method"],
+            f"{float(line['neg_log_sigma']):g}",
+            f"{float(line['rate']):g}",
+            _pages.number(float(line["validation_error_percent"]), None, 0.01),
+            _pages.number(float(line["validation_nll"]), None, 1e-4),
+        ]
+        for line in picked
+    ]
+    return _pages.markdown(["method", "−log σ", "ω or rate", "validation error, %", "validation NLL"], cells)
+
+
+# ---- pictures ----
+
+
+def _pictures(results: Path, images: Path) -> list[tuple[Path, str]]:
+    found = [(_draw_curves(results, images), "Test error and NLL against epochs.")]
+    with np.load(results / f"{NAME}-predictions.npz", allow_pickle=False) as file:
+        kept = {name: torch.from_numpy(file[name]) for name in file.files}
+    probs = {name.removesuffix("/probs"): value for name, value in kept.items() if name.endswith("/probs")}
+    if probs:
+        path = images / f"results-{NAME}-uncertainty.png"
+        _draw_uncertainty(kept, {name: _normalised(value) for name, value in probs.items()}, path)
+        found.append((path, "Reliability, confidence, risk against coverage, and the most uncertain digits."))
+    return found
+
+
+def _normalised(probs: torch.Tensor) -> torch.Tensor:
+    """Half precision rounds; sums are 1 again."""
+    exact = probs.double()
+    return exact / exact.sum(-1, keepdim=True)
+
+
+def _draw_curves(results: Path, images: Path) -> Path:
+    """Means over seeds; the paper's recipe in solid lines, ours dashed."""
+    lines = read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS)
+    drawn = _pages.figure(9.6, 3.8)
+    for axes, name in zip(drawn.subplots(1, 2), TRACE_COLUMNS[3:], strict=True):
+        for method in dict.fromkeys(line["method"] for line in lines):
+            points: dict[int, list[float]] = {}
+            for line in lines:
+                if line["method"] == method:
+                    points.setdefault(int(line["epoch"]), []).append(float(line[name]))
+            style = "--" if method.endswith("_cosine") else "-"
+            color = COLORS[method.removesuffix("_cosine")]
+            axes.plot(
+                list(points), list(map(statistics.fmean, points.values())), style, color=color, lw=1.2, label=method
+            )
+        axes.set(xscale="log", yscale="log", xlabel="epochs", ylabel=_pages.METRICS[name])
+        axes.grid(alpha=0.3, which="both")
+    drawn.axes[1].legend(fontsize=7, ncols=2)
+    path = images / f"results-{NAME}-curves.png"
+    _pages.save(drawn, path)
+    return path
+
+
+def _draw_uncertainty(kept: Mapping[str, Any], probs: Mapping[str, torch.Tensor], path: Path) -> None:
+    labels = kept["labels"].long()
+    drawn = _pages.figure(9.6, 8.4)
+    axes = drawn.subplots(2, 2).ravel()
+    for method, each in probs.items():
+        plots.reliability_diagram(each, labels, ax=axes[0], label=method)
+        plots.risk_coverage_curve(each, labels, ax=axes[2], label=method)
+    for method in list(probs)[:1] + [name for name in ("map",) if name in probs and name != next(iter(probs))]:
+        plots.confidence_histogram(probs[method], labels, ax=axes[1], label=method)
+    axes[1].set_yscale("log")
+    shown = next(iter(probs))
+    index = kept["uncertain"].long()
+    plots.most_uncertain(kept["images"], probs[shown][index], labels[index], count=len(index), ax=axes[3])
+    axes[3].set_title(f"least certain of {shown}: predicted (true)", fontsize=9)
+    _pages.save(drawn, path)

@@ -1,0 +1,53 @@
+"""How the networks on MNIST are trained: a row for each method, with the grid its settings are chosen from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slangvi.experiments._image_recipes import Grid, Recipe, Table
+
+__all__ = ["METHODS", "NAME", "QUICK", "RANKS", "table"]
+
+NAME = "mnist"
+RANKS = (1, 2, 4, 8, 16, 32)
+# Where several are asked for.
+_SEVERAL = 3
+# Of a step on an H200: ranks 1, 8 and 32 are measured (`slangvi bench step`), all others guessed.
+_STEP_SECONDS = dict(zip(RANKS, (0.00094, 0.0010, 0.0012, 0.00146, 0.0019, 0.00264), strict=True))
+# α = β = 0.1/(1 + t^ω), from d = 1, without a warm-up of the precision.
+_PAPER = {"lr": 0.1, "precision_lr": 0.1, "precision_warmup": False, "init_precision": 1.0, "bias_precision": 1e-6}
+# Both rates fall along half a cosine, from a narrow Gaussian: a wide one drowns what a deep network says.
+_COSINE = {"precision_lr": 0.02, "precision_warmup": True, "init_precision": 1e4, "bias_precision": 1.0}
+_ADAM = {"adam_init_precision": 2500.0, "bias_precision": 1.0}
+_ADAM_RATES = ("adam_lr", (1e-4, 3e-4, 1e-3, 3e-3, 1e-2))
+
+
+def _ranked(rank: int, ours: bool) -> Recipe:
+    """SLANG by the paper's recipe or by ours; where the paper's best and the extremes are, several seeds."""
+    rates = ("lr", (0.02, 0.05, 0.1, 0.15, 0.2)) if ours else ("decay", (0.52, 0.54, 0.56, 0.58, 0.60))
+    seeds = _SEVERAL if rank in (1, 8, 32) else 1
+    seconds = _STEP_SECONDS[rank]
+    return Recipe(f"slang_{rank}", _COSINE if ours else _PAPER, rates, seconds, longer=not ours, seeds=seeds)
+
+
+METHODS: dict[str, Recipe] = {
+    **{f"slang_{rank}": _ranked(rank, ours=False) for rank in RANKS},
+    **{f"slang_{rank}_cosine": _ranked(rank, ours=True) for rank in RANKS},
+    "bbb": Recipe("bbb", _ADAM, _ADAM_RATES, 0.0006, seeds=_SEVERAL),
+    "map": Recipe("map", _ADAM | {"distinct": 1}, _ADAM_RATES, 0.0003, seeds=_SEVERAL),
+    "ensemble_5": Recipe("ensemble_5", _ADAM | {"distinct": 5}, _ADAM_RATES, 0.0008, tuned_as="map", seeds=_SEVERAL),
+}
+# What --quick trains, and with which settings: one each but for the cheapest.
+QUICK: dict[str, Grid] = {
+    "slang_1": [{"neg_log_sigma": 1.0, "decay": 0.52}],
+    "slang_8": [{"neg_log_sigma": 1.0, "decay": 0.52}],
+    "slang_1_cosine": [{"neg_log_sigma": 1.0, "lr": 0.1}],
+    "slang_8_cosine": [{"neg_log_sigma": 1.0, "lr": 0.1}],
+    "map": [{"neg_log_sigma": 1.0, "adam_lr": 1e-3}, {"neg_log_sigma": 2.0, "adam_lr": 1e-3}],
+}
+
+
+def table(common: Mapping[str, Any], quick: bool) -> Table:
+    """All methods, or those of --quick."""
+    return Table(NAME, {name: METHODS[name] for name in QUICK} if quick else METHODS, common, QUICK if quick else None)

@@ -1,0 +1,105 @@
+"""The experiment with convolutions, on tiny images: cells, tables, the page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import digits
+from slangvi.experiments import _image_cells, _images_pages, images, report
+from slangvi.experiments._image_learners import IMAGE_LEARNERS
+from slangvi.experiments._image_scores import METRICS
+from slangvi.experiments._images_pages import COLUMNS, STRANGER_COLUMNS, TURNED_COLUMNS
+from slangvi.experiments._results import read_table
+from slangvi.experiments._settings import Settings
+
+TINY = {
+    "num_images": {"tuning": 60, "train": 60, "validation": 20, "test": 20},
+    "batch": 30,
+    "draws": 2,
+    "trace_draws": 1,
+    "degrees": [0, 90],
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    real = images.chosen
+    with pytest.MonkeyPatch.context() as patch:
+        digits.inject(patch)
+        patch.setattr(images, "chosen", lambda settings: real(settings) | TINY)
+        out = tmp_path_factory.mktemp("images") / "results"
+        yield Settings(out=out, epochs=1, quick=True, command="slangvi reproduce images --quick")
+    _image_cells.load.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def ran(settings):
+    return settings, images.run(settings)
+
+
+def test_run_writes_the_tables(ran):
+    settings, outcome = ran
+    lines = read_table(settings.out / "images.csv", COLUMNS)
+    assert [(line["data"], line["network"], line["method"]) for line in lines] == [
+        ("mnist", "lenet", "slang_8"),
+        ("mnist", "lenet", "map"),
+        ("mnist", "lenet", "laplace"),
+    ]
+    turned = read_table(settings.out / "images-turned.csv", TURNED_COLUMNS)
+    assert [line["degrees"] for line in turned] == ["0", "90"] * 3
+    for straight, line in zip(turned[::2], lines, strict=True):  # not turned, with the same draws
+        assert float(straight["test_nll"]) == pytest.approx(float(line["test_nll"]), rel=1e-4)
+    strangers = read_table(settings.out / "images-strangers.csv", STRANGER_COLUMNS)
+    assert [line["strangers"] for line in strangers] == ["fashion_mnist", "letters"] * 3
+    # Here the other set is the same images, of which uncertainty can tell nothing.
+    assert {line["entropy_auroc"] for line in strangers[::2]} == {"0.5"}
+    assert len(outcome.rows) == 3 * len(METRICS)
+    assert json.loads((settings.out / "images.json").read_text())["settings"]["splits"] == 1
+
+
+def test_a_run_that_was_lost_has_no_lines_on_shift():
+    cell = images.plan(images.Table("images", images.RECIPES, images.chosen(Settings())), ["mnist_lenet"], ["map"])[0]
+    stored = images.Finished(cell, type("Stored", (), {"arrays": {"ece": np.array([np.nan])}})())
+    assert images._lines(stored, "degrees", "turned") == []
+
+
+def test_the_page_is_written_from_the_files(ran, tmp_path):
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    docs.mkdir()
+    shutil.copytree(ran[0].out, results)
+    about = json.loads((results / "images.json").read_text())
+    about["settings"]["quick"] = False
+    (results / "images.json").write_text(json.dumps(about))
+    written = report.write(results, docs)
+    text = written[0].read_text()
+    assert "### MNIST, LeNet-5" in text
+    assert "| letters, slang_8 |" in text
+    assert [path.name for path in written[1:]] == ["results-images-mnist-lenet.png"]
+    assert written[1].stat().st_size > 5000
+
+
+def test_all_data_sets_networks_and_rivals_are_planned():
+    rows = images.Table("images", images.RECIPES, images.chosen(Settings(device="cuda")))
+    cells = images.plan(rows, images.DATASETS, images.METHODS)
+    assert len(cells) == 4 * 7
+    assert {len(cell.needs) for cell in cells} == {6}
+    assert {cell.settings["learner"] for cell in cells} <= set(IMAGE_LEARNERS)
+    fashion = next(cell for cell in cells if cell.dataset == "fashion_mnist_resnet")
+    assert fashion.settings["strangers"] == ["mnist", "letters"]
+    assert set(_images_pages.COLORS) == set(images.METHODS)
+
+
+def line(method, nll, network="lenet"):
+    return {"data": "mnist", "network": network, "method": method, "test_nll": str(nll)}
+
+
+def test_verdicts_compare_likelihoods():
+    told = _images_pages.verdicts([line("slang_8", 0.02), line("map", 0.03), line("ivon", 0.02)])
+    assert told == [
+        "MNIST, LeNet-5: the NLL of slang_8, 0.0200, is below that of map, 0.0300.",
+        "MNIST, LeNet-5: the NLL of slang_8, 0.0200, is not below that of ivon, 0.0200.",
+    ]

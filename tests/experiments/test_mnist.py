@@ -1,0 +1,303 @@
+"""The experiment on MNIST, with tiny images: learners, stages, resuming, the choice, tables and the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+import digits
+from slangvi.errors import NumericalError
+from slangvi.experiments import _image_cells, _mnist_pages, mnist, report
+from slangvi.experiments._cells import Attempt, Cell, Stopped, write
+from slangvi.experiments._image_cells import chosen_setting, compute_final, compute_tuning
+from slangvi.experiments._image_learners import IMAGE_LEARNERS, Alone
+from slangvi.experiments._image_networks import network
+from slangvi.experiments._image_scores import METRICS
+from slangvi.experiments._mnist_recipes import METHODS, QUICK, RANKS, table
+from slangvi.experiments._results import read_table
+from slangvi.experiments._settings import Settings
+from slangvi.experiments.paper import printed
+
+FULL = mnist.chosen
+TINY_NETWORK = {"network": "mlp", "hidden": [12, 8]}
+TINY = {
+    "hidden": [12, 8],
+    "num_images": {"tuning": 90, "train": 120, "validation": 30, "test": 60},
+    "batch": 30,
+    "mc_samples": 2,
+    "draws": 12,
+    "trace_draws": 5,
+    "trace_points": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """Tiny images and networks in place of the real ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        digits.inject(patch)
+        patch.setattr(mnist, "chosen", lambda settings: FULL(settings) | TINY)
+        out = tmp_path_factory.mktemp("mnist") / "results"
+        yield Settings(out=out, epochs=2, quick=True, command="slangvi reproduce mnist --quick")
+    _image_cells.load.cache_clear()
+
+
+def cell(method="slang_1_cosine", stages=(("tuning", 3), ("train", 2)), **own) -> Cell:
+    recipe = METHODS[method]
+    fixed = FULL(Settings()) | TINY | dict(recipe.fixed) | {"learner": recipe.learner, "seed": 0}
+    fixed |= recipe.grid[7] | {"stages": list(stages), "grid": [{}]} | own
+    return Cell("mnist", "mnist", method, fixed, "slangvi.experiments._image_cells:compute_tuning")
+
+
+def attempt_at(tmp_path, cell, stop_at=None) -> Attempt:
+    return Attempt(cell, tmp_path, lambda done, steps: done == stop_at, keep_every=1e9)
+
+
+# ---- one cell ----
+
+
+@pytest.mark.parametrize("method", ["slang_2_cosine", "bbb", "map", "ensemble_5"])
+def test_every_kind_of_method_learns(method, settings, tmp_path):
+    rate = METHODS[method].rates[0]
+    own = {rate: 0.1 if rate == "lr" else 0.02, "hidden": [30], "draws": 40, "neg_log_sigma": 0.0}
+    work = cell(method, [["train", 40]], **own)
+    found = compute_tuning(work, attempt_at(tmp_path, work))
+    assert found["test_error_percent"][0] < 10.0
+    assert found["test_nll"][0] < 0.5 * found["trace_nll"][0]
+    assert found["trace_epochs"].tolist() == [1, 3, 12, 40]
+    assert set(METRICS) < set(found)
+
+
+@pytest.mark.parametrize(
+    ("method", "stop_at"),
+    [*(("slang_2_cosine", k) for k in (2, 3, 4, 5)), ("slang_1", 4), ("bbb", 4), ("map", 4), ("ensemble_5", 4)],
+)
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(method, stop_at, settings, tmp_path):
+    """In the first stage, at its end, in the second, and when only the test is left.
+
+    SLANG's first step after a restart is checked and takes its draws one by one, so that sums are rounded differently.
+    """
+    work = cell(method)
+    whole = compute_tuning(work, attempt_at(tmp_path / "a", work))
+    with pytest.raises(Stopped):
+        compute_tuning(work, attempt_at(tmp_path / "b", work, stop_at))
+    again = compute_tuning(work, attempt_at(tmp_path / "b", work))
+    assert whole.keys() == again.keys()
+    for name, value in whole.items():
+        np.testing.assert_allclose(value, again[name], rtol=1e-5 if method.startswith("slang") else 0, err_msg=name)
+
+
+def test_looking_along_the_way_changes_nothing(settings, tmp_path):
+    few, many = cell(trace_points=1), cell(trace_points=9)
+    ends = [compute_tuning(work, attempt_at(tmp_path, work)) for work in (few, many)]
+    assert [len(end["trace_epochs"]) for end in ends] == [1, 5]
+    for name in METRICS:
+        np.testing.assert_array_equal(ends[0][name], ends[1][name])
+
+
+def test_stages_see_their_images_and_count_their_examples(settings, tmp_path, monkeypatch):
+    seen = []
+
+    class Spy:
+        generator = torch.Generator()
+
+        def __init__(self, task):
+            self.size, self.steps = int(task.num_data[0]), task.steps
+
+        def step(self, x, y):
+            seen.append((self.size, self.steps, x.shape, set(y[0].tolist())))
+
+        def draw(self, count):
+            return {n: p.expand(1, count, *p.shape) for n, p in network(TINY_NETWORK).named_parameters()}
+
+        def arrays(self):
+            return {"carried": np.array(self.size)}
+
+        def restore(self, arrays):
+            assert int(arrays["carried"]) == 90
+
+    monkeypatch.setitem(IMAGE_LEARNERS, "slang_1", Spy)
+    work = cell()
+    compute_tuning(work, attempt_at(tmp_path, work))
+    assert [size for size, *_ in seen] == [90] * 9 + [120] * 8  # three epochs of 3 minibatches, two of 4
+    assert {(steps, shape) for _, steps, shape, _ in seen} == {(17, torch.Size([1, 30, 1, 28, 28]))}
+
+
+def test_the_prior_is_that_of_sigma_and_biases_have_their_own(settings, tmp_path, monkeypatch):
+    tasks = []
+    monkeypatch.setitem(IMAGE_LEARNERS, "slang_1", lambda task: tasks.append(task) or Alone(task, 1))
+    work = cell("slang_1", [["tuning", 1]], neg_log_sigma=2.0, decay=0.6)
+    compute_tuning(work, attempt_at(tmp_path, work))
+    (task,) = tasks
+    lam = task.spec.unflatten(task.prior.precision[0])
+    assert float(lam["1.weight"].unique()) == pytest.approx(math.exp(4.0))
+    assert float(lam["1.bias"].unique()) == pytest.approx(1e-6)
+    assert task.rate("lr")(32) == pytest.approx(0.1 / (1 + 32**0.6))
+    assert task.rate("precision_lr")(32) == task.rate("lr")(32)
+
+
+def test_a_run_that_meets_nan_is_lost_and_says_so(settings, tmp_path, monkeypatch):
+    number = count()
+
+    def step(self, x, y):
+        if next(number) == 4:
+            raise NumericalError("step 5: the gradient is not finite.")
+        real(self, x, y)
+
+    real = Alone.step
+    monkeypatch.setattr(Alone, "step", step)
+    work = cell()
+    found = compute_final(work, attempt_at(tmp_path, work))
+    assert all(math.isnan(found[name][0]) for name in METRICS)
+    assert found["probs"].shape == (0, 10)
+    assert found["trace_epochs"].tolist() == [1]
+    assert next(number) == 5  # nothing is trained any more
+
+
+@pytest.mark.parametrize("method", ["map", "bbb"])
+def test_predictions_that_are_nan_are_a_lost_run_too(method, settings, tmp_path):
+    work = cell(method, adam_lr=1e30)
+    found = compute_final(work, attempt_at(tmp_path, work))
+    assert all(math.isnan(found[name][0]) for name in METRICS)
+
+
+def test_the_final_run_takes_the_setting_with_the_lowest_validation_error(settings, tmp_path):
+    needs, grid = [], [{"lr": 0.01, "neg_log_sigma": 0.0}, {"lr": 0.1, "neg_log_sigma": 1.0}, {"lr": 0.2}]
+    for number, error in enumerate([math.nan, 3.0, 4.0]):
+        needs.append(Cell("mnist", "mnist", f"tuning{number}", {}, "none"))
+        write(needs[-1].path(tmp_path), {"test_error_percent": np.array([error])}, {})
+    plain = cell(grid=grid)
+    final = Cell(plain.group, plain.dataset, plain.method, plain.settings, plain.work, needs=tuple(needs))
+    found = compute_final(final, attempt_at(tmp_path, final))
+    assert int(found["choice"]) == 1
+    same = cell(**grid[1])
+    expected = compute_final(same, attempt_at(tmp_path / "other", same))
+    np.testing.assert_array_equal(found["probs"], expected["probs"])
+    assert chosen_setting([math.nan, math.nan]) == 0
+
+
+# ---- recipes ----
+
+
+def test_the_papers_grid_stages_and_seeds():
+    common = FULL(Settings(device="cuda"))
+    cells = table(common, quick=False).finals("mnist", list(METHODS))
+    by_method = {name: [c for c in cells if c.method.startswith(f"{name}-")] for name in METHODS}
+    for rank in RANKS:
+        final = by_method[f"slang_{rank}"]
+        assert len(final) == (3 if rank in (1, 8, 32) else 1)
+        assert final[0].settings["stages"] == [["tuning", 100], ["train", 300]]
+        grid = {(need.settings["neg_log_sigma"], need.settings["decay"]) for need in final[0].needs}
+        assert grid == {(s, w) for s in (0, 1, 2) for w in (0.52, 0.54, 0.56, 0.58, 0.60)}
+        assert {(c.settings["lr"], c.settings["precision_lr"], c.settings["init_precision"]) for c in final} == {
+            (0.1, 0.1, 1.0)
+        }
+    assert {len(final[0].needs) for final in by_method.values()} == {15}  # the same effort for all
+    assert by_method["ensemble_5"][0].needs[0].label == by_method["map"][0].needs[0].label
+    assert by_method["slang_8"][0].cost == pytest.approx(115_000 * 1.46e-3)
+    labels = [c.label for c in cells] + [need.label for c in cells for need in c.needs]
+    paths = {c.path(mnist.Path()) for c in (*cells, *(need for c in cells for need in c.needs))}
+    assert len(set(labels)) == len(paths)
+
+
+def test_one_setting_needs_no_choice():
+    rows = table(FULL(Settings(quick=True)), quick=True)
+    assert rows.tuning("mnist", "slang_8") == []
+    assert len(rows.tuning("mnist", "map")) == 2
+    assert set(QUICK) <= set(METHODS)
+
+
+# ---- files and the page ----
+
+
+@pytest.fixture(scope="module")
+def ran(settings):
+    return settings, mnist.run(settings)
+
+
+def test_run_writes_the_tables(ran):
+    settings, outcome = ran
+    assert [path.name for path in outcome.files] == [
+        "mnist.csv",
+        "mnist-tuning.csv",
+        "mnist-trace.csv",
+        "mnist-predictions.npz",
+        "mnist.json",
+    ]
+    header = (settings.out / "mnist.csv").read_text().splitlines()[0]
+    assert header == "method,test_error_percent,test_nll,ece,brier,epochs,seed"
+    lines = read_table(settings.out / "mnist.csv", header.split(","))
+    assert [(line["method"], line["epochs"], line["seed"]) for line in lines] == [
+        ("slang_1", "8", "0"),
+        ("slang_8", "8", "0"),
+        ("slang_1_cosine", "2", "0"),
+        ("slang_8_cosine", "2", "0"),
+        ("map", "2", "0"),
+    ]
+    tuning = read_table(settings.out / "mnist-tuning.csv", _mnist_pages.TUNING_COLUMNS)
+    assert [line["method"] for line in tuning] == ["map", "map"]
+    assert sorted(line["chosen"] for line in tuning) == ["0", "1"]
+    assert {row.metric for row in outcome.rows} == set(METRICS)
+    about = json.loads((settings.out / "mnist.json").read_text())
+    assert about["settings"]["epochs"] == 2
+    assert len(about["cells"]) == 7
+    with np.load(settings.out / "mnist-predictions.npz") as file:
+        assert file["slang_8/probs"].dtype == np.float16
+        expected = (255 * digits.images("test").x[file["uncertain"]]).round().numpy()
+        np.testing.assert_array_equal(file["images"], expected)
+
+
+def test_a_second_run_computes_nothing(ran, monkeypatch):
+    settings, _ = ran
+    monkeypatch.setattr(_image_cells, "compute_final", None)
+    again = mnist.run(settings)
+    assert len(again.rows) == 20
+
+
+def test_a_shorter_run_does_not_replace_a_longer_one(ran):
+    with pytest.raises(ValueError, match="is from a run of 2 epochs"):
+        mnist.run(replace(ran[0], epochs=1))
+
+
+def test_the_page_is_written_from_the_files(ran, tmp_path):
+    settings, _ = ran
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    results = tmp_path / "results"
+    shutil.copytree(settings.out, results)
+    about = json.loads((results / "mnist.json").read_text())
+    about["settings"]["quick"] = False
+    (results / "mnist.json").write_text(json.dumps(about))
+    written = report.write(results, docs)
+    text = written[0].read_text()
+    assert "## Digits (MNIST)" in text
+    assert "| slang_8 | 1.92 |" in text
+    assert {path.name for path in written[1:]} == {"results-mnist-curves.png", "results-mnist-uncertainty.png"}
+    assert all(path.stat().st_size > 5000 for path in written[1:])
+
+
+def line(method, error, nll=0.1, ece=0.01):
+    return {"method": method, "test_error_percent": str(error), "test_nll": str(nll), "ece": str(ece), "brier": "0.1"}
+
+
+def test_verdicts_compare_with_the_paper_and_with_map():
+    lines = [line("slang_1", 2.0), line("slang_8", 1.9), line("slang_8", 1.98), line("map", 1.7, 0.1, 0.02)]
+    told = _mnist_pages.verdicts(lines, printed("mnist"))
+    assert told[0].endswith("at 1 of L = 1, 8; the best, 1.94 % at L = 8, is above 1.6 %.")
+    assert told[1].endswith("NLL below that of `map`, 0.1000, at none of L = 1, 8.")
+    assert told[2].endswith("ECE below that of `map`, 0.0200, at 1, 8 of L = 1, 8.")
+    assert len(told) == 3
+    (best,) = _mnist_pages.verdicts([line("slang_32_cosine", 1.55)], printed("mnist"))
+    assert best.startswith("SLANG by ours: at or below the paper's error at 32 of L = 32")
+    assert best.endswith("is at or below 1.6 %.")
+
+
+def test_every_method_has_its_learner():
+    assert {recipe.learner for recipe in METHODS.values()} <= set(IMAGE_LEARNERS)
