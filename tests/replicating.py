@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import slangvi
-from slangvi import replicas, slang
+from slangvi import online_eig, replicas, slang
 
 Streams = list[torch.Generator]
+# What `replicas.build(method=...)` may be, and what makes the same run alone.
+METHODS = {"slang": slang, "online_eig": online_eig}
 
 
 @dataclass
@@ -27,19 +29,26 @@ class Problem:
     constants: Any = None
     model: nn.Module | None = None
     together: dict[str, Any] = field(default_factory=dict)  # options of lockstep alone
+    method: str = "slang"
 
     @property
     def count(self) -> int:
         return len(self.starts)
 
     def runs(self, **options: Any) -> replicas.Runs:
-        every = {"num_replicas": self.count, "constants": self.constants, "model": self.model}
+        every = {"num_replicas": self.count, "constants": self.constants, "model": self.model, "method": self.method}
         return replicas.build(self.log_likelihood, **every, **self.shared, **self.own, **self.together, **options)
 
     def alone(self, k: int) -> Any:
         own = {name: values[k] for name, values in self.own.items()}
         extra = () if self.constants is None else (self.constants[k],)
-        return slang.build(lambda p, b: self.log_likelihood(p, b, *extra), engine="dense", **self.shared, **own)
+        build = METHODS[self.method].build
+        return build(lambda p, b: self.log_likelihood(p, b, *extra), engine="dense", **self.shared, **own)
+
+    def calmed(self) -> Problem:
+        """Precise from the start and with small steps: averages of many eigenvectors amplify rounding otherwise."""
+        calm = {"init_precision": [50.0] * self.count, "lr": [0.01] * self.count}
+        return replace(self, own=self.own | calm)
 
     def batch(self, index: Tensor) -> tuple[Tensor, ...]:
         """Examples (K, M) of each."""

@@ -218,16 +218,17 @@ def test_gram_of_long_rows_is_that_of_float64(rank, weighed, size):
     assert float(((found - expected).abs() / (lengths[:, None] * lengths)).max()) <= lowrank._LONG_ROUNDING
 
 
+@pytest.mark.parametrize("method", ["slang", "online_eig"])
 @pytest.mark.parametrize(("rank", "batch"), [(1, 10), (4, 10), (1, 60)])
 @pytest.mark.parametrize("engine", ["dense", "factored"])
 @pytest.mark.parametrize("own", [True, False], ids=["own generators", "one for all"])
-def test_replicas_in_lockstep_equal_eager_ones(engine, rank, batch, own):
+def test_replicas_in_lockstep_equal_eager_ones(engine, rank, batch, own, method):
     setting = bench.Setting.of(bench.Work(7, (5, 20, 1), batch, 4), DEVICE)
     model = setting.model if engine == "factored" else None
     likelihood = slangvi.Gaussian().of(setting.model)
     found = []
     for compiled in (False, True):
-        options = setting.options | {"rank": rank, "engine": engine, "model": model}
+        options = setting.options | {"rank": rank, "engine": engine, "model": model, "method": method}
         runs = replicas.build(likelihood, num_replicas=7, compile=compiled, **options)
         state, generators = runs.init(setting.params), replicas.streams(range(7), DEVICE) if own else source()
         counts = torch.tensor([batch, 3, batch, batch, 0, batch, batch])
@@ -243,9 +244,11 @@ def test_replicas_in_lockstep_equal_eager_ones(engine, rank, batch, own):
     torch.testing.assert_close(a.elbo, b.elbo, rtol=1e-3, atol=1e-2, equal_nan=True)
 
 
-def test_a_replica_that_fails_in_a_graph_is_told_and_the_others_go_on():
+@pytest.mark.parametrize("method", ["slang", "online_eig"])
+def test_a_replica_that_fails_in_a_graph_is_told_and_the_others_go_on(method):
     setting = bench.Setting.of(bench.Work(4, (5, 20, 1), 10, 2), DEVICE)
-    runs = replicas.build(slangvi.Gaussian().of(setting.model), num_replicas=4, compile=True, **setting.options)
+    options = setting.options | {"method": method}
+    runs = replicas.build(slangvi.Gaussian().of(setting.model), num_replicas=4, compile=True, **options)
     state = runs.init(setting.params)
     for step in range(8):
         y = setting.y.clone()

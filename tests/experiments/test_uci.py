@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import regressing
-from slangvi import replicas, slang
+from slangvi import online_eig, replicas, slang
 from slangvi.data import standardise
 from slangvi.experiments import _uci_cells, uci, uci_stability
 from slangvi.experiments._cells import Attempt, Stopped
@@ -19,6 +19,7 @@ from slangvi.experiments._regression import batches, network, scores, side_by_si
 from slangvi.experiments._results import Row, read_rows
 from slangvi.experiments._settings import Settings
 from slangvi.experiments._task import Cosine, Task
+from slangvi.experiments._uci_pages import verdict
 from slangvi.experiments.paper import Printed, printed
 
 pytest.importorskip("optuna")
@@ -92,12 +93,13 @@ def test_members_of_an_ensemble_differ_and_take_turns():
     assert torch.equal(drawn[:, 0], starts(2, 8, [0, 1])["0.weight"])
 
 
-def test_slang_is_that_of_a_single_run():
+@pytest.mark.parametrize(("method", "module"), [("slang_1", slang), ("online_eig_1", online_eig)])
+def test_low_ranks_are_those_of_a_single_run(method, module):
     job, problems = task(count=1, steps=4)
-    learner = LEARNERS["slang_1"](job)
+    learner = LEARNERS[method](job)
     source = torch.Generator().manual_seed(0)
     s = job.settings
-    vi = slang.build(
+    vi = module.build(
         lambda params, batch: job.log_likelihood(params, batch, job.tau[0]),
         num_data=38,
         rank=1,
@@ -237,7 +239,7 @@ def test_the_page_says_where_ours_is_as_good(settings, tmp_path):
 )
 def test_verdicts_know_which_way_is_better(metric, mean, expected):
     row = Row("yacht", metric, "slang_1", mean, 0.1, mean, mean, 20)
-    assert uci._verdict(row, Printed(1.08, 0.06, 0.01)) == expected
+    assert verdict(row, Printed(1.08, 0.06, 0.01)) == expected
 
 
 def test_the_papers_table_is_there():

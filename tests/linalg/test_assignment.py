@@ -53,3 +53,14 @@ def test_a_permuted_diagonal_is_found_and_ties_leave_the_order(size):
 
 def test_no_rows():
     assert best_assignment(torch.zeros(3, 0, 0)).shape == (3, 0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("size", [3, 7])
+def test_what_is_not_finite_ends_and_leaves_other_members_alone(size, bad):
+    scores = torch.rand(2, size, size, generator=torch.Generator().manual_seed(3))
+    whole = best_assignment(scores)
+    scores[1, 0] = bad
+    found = best_assignment(scores)
+    assert torch.equal(found[0], whole[0])
+    assert sorted(found[1].tolist()) == list(range(size))

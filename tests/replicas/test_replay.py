@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
-from replicating import distance, logistic, regression
+from replicating import METHODS, distance, logistic, regression
 from slangvi import replicas
 from slangvi.errors import NumericalError
 
@@ -20,6 +21,9 @@ PROBLEMS = {
     "one replica": (lambda: regression(torch.float32, count=1), 1e-5),
     "few parameters": (lambda: logistic(torch.float32), 1e-5),
 }
+OWN = {"rank 3": (lambda: regression(torch.float32, "factored", rank=3).calmed(), 1e-5)}
+CASES = [("slang", name, *row) for name, row in PROBLEMS.items()]
+CASES += [("online_eig", name, *row) for name, row in (PROBLEMS | OWN).items() if name not in ("dense", "one replica")]
 
 
 def told(info):
@@ -58,15 +62,24 @@ def assert_alike(found, tolerance):
         )
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_a_replayed_step_is_the_eager_one(name, taped):
-    make, tolerance = PROBLEMS[name]
+@pytest.mark.parametrize(
+    ("method", "make", "tolerance"), [(m, *row) for m, _, *row in CASES], ids=[f"{m}: {n}" for m, n, *_ in CASES]
+)
+def test_a_replayed_step_is_the_eager_one(method, make, tolerance, taped):
     with torch.random.fork_rng():
-        problem = make()
+        problem = replace(make(), method=method)
     assert_alike(both(problem), tolerance)
     assert taped.captured == ["step"]
     # Eagerly go the first step, and with a model those at which gradients are checked.
     assert len(taped.replayed) == (8 if problem.model is None else 5)
+
+
+def test_fewer_rows_than_columns_leave_the_others_empty(taped):
+    problem = replace(regression(torch.float32, rank=5, draws=1).calmed(), method="online_eig")
+    found = both(problem, size=3)
+    assert_alike(found, 1e-5)
+    assert float(found[1][0][-1][1].spectrum[:, 3:].abs().max()) == 0.0
+    assert len(taped.replayed) == 8
 
 
 def test_other_shapes_and_padding_have_graphs_of_their_own(taped):
@@ -92,8 +105,9 @@ def poison(step, batch):
     return (x, y.index_fill(0, torch.tensor([2]), torch.inf)) if step == 3 else (x, y)
 
 
-def test_a_replica_that_fails_is_told_in_the_same_words_and_the_others_go_on(taped):
-    problem = regression(torch.float32)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_replica_that_fails_is_told_in_the_same_words_and_the_others_go_on(method, taped):
+    problem = replace(regression(torch.float32), method=method)
     found = both(problem, 7, meddle=poison)
     assert_alike(found, 1e-5)
     path = found[1][0]
@@ -130,11 +144,12 @@ def test_a_state_from_elsewhere_is_loaded(taped):
         ({}, torch.float64, "torch.float64 asks for eigenvectors to the last digit"),
         ({"rank": 0}, torch.float32, "rank must lie between 1 and the 41 parameters for it, got 0"),
         ({"memory_limit": 8000}, torch.float32, "memory_limit lets only some replicas advance at a time"),
+        ({"rank": 6, "method": "online_eig"}, torch.float32, "OnlineEig matches more than 5 columns on the CPU"),
     ],
 )
 def test_what_cannot_be_captured_says_so_once_and_runs_eagerly(taped, options, dtype, reason):
-    rank = options.pop("rank", 1)
-    problem = regression(dtype, rank=rank)
+    rank, method = options.pop("rank", 1), options.pop("method", "slang")
+    problem = replace(regression(dtype, rank=rank), method=method)
     with pytest.warns(UserWarning, match=f"compile=True has no effect: {reason}") as caught:
         found = both(problem, 3, **options)
     assert len(caught) == 1

@@ -21,6 +21,7 @@ EXPERIMENTS = {
     "images": "Networks with convolutions on images, with rivals: error, calibration, turned images, strangers.",
     "uci": "Regression with small networks on eight UCI sets, with a search for noise and prior.",
     "uci-stability": "What makes training of these networks fail, and what prevents it.",
+    "uci-online-eig": "SLANG-OnlineEig on the UCI sets, and its convergence on Energy.",
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -46,14 +46,15 @@ class GaussianLearner(Learner, Protocol):
 
 
 class LowRank:
-    """SLANG.
+    """SLANG and SLANG-OnlineEig.
 
     Args:
         task: what to learn.
         rank: L.
+        method: of `slangvi.replicas`.
     """
 
-    def __init__(self, task: Task, rank: int) -> None:
+    def __init__(self, task: Task, rank: int, method: Literal["slang", "online_eig"] = "slang") -> None:
         self.generator, settings = task.generator, task.settings
         self.runs = replicas.build(
             task.log_likelihood,
@@ -69,6 +70,7 @@ class LowRank:
             constants=task.tau,
             model=task.model,
             compile=task.device.type == "cuda",
+            method=method,
         )
         self.state = self.runs.init(task.starts(0), stacked=True)
 
@@ -107,4 +109,5 @@ LEARNERS: dict[str, Callable[[Task], Learner]] = {
     **{name: GAUSSIANS[name] for name in ("slang_1", "slang_8", "slang_32", "bbb")},
     "mc_dropout": lambda task: Dropped(task, task.settings["dropout_rate"]),
     "ensemble_5": lambda task: Ensemble(task, 5),
+    **{f"online_eig_{rank}": partial(LowRank, rank=rank, method="online_eig") for rank in (1, 2, 5)},
 }

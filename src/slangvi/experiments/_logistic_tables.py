@@ -157,13 +157,15 @@ def split_lines(cells: Sequence[Finished]) -> list[tuple[Any, ...]]:
     ]
 
 
-def trace_lines(cells: Sequence[Finished], metric: str, array: str) -> list[tuple[Any, ...]]:
-    """One metric along the way, over splits or seeds."""
+def trace_lines(
+    cells: Sequence[Finished], metric: str, array: str, worst: Callable[[list[float]], float] = max
+) -> list[tuple[Any, ...]]:
+    """One metric along the way, over splits or seeds; `worst` is min where higher is better."""
     lines = []
     for cell, stored in cells:
         final = int(stored.arrays["trace_steps"][-1])
         for step, values in zip(stored.arrays["trace_steps"], stored.arrays[array], strict=True):
-            row = aggregate(cell.dataset, metric, cell.method, values)
+            row = aggregate(cell.dataset, metric, cell.method, values, worst)
             epoch = float(step) * cell.settings["epochs"] / final
             lines.append((*row[:3], int(step), epoch, *row[3:]))
     return lines

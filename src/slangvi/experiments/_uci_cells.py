@@ -15,12 +15,22 @@ from torch import Tensor
 from slangvi.data import Regression, folds, load_uci, standardise
 from slangvi.experiments._cells import Arrays, Attempt, Cell
 from slangvi.experiments._learners import LEARNERS
-from slangvi.experiments._lockstep import seed_of
+from slangvi.experiments._lockstep import seed_of, trace_steps
 from slangvi.experiments._regression import Problems, Scores, batches, network, scores, side_by_side, starts
 from slangvi.experiments._search import Box, propose_all
 from slangvi.experiments._task import Task
+from slangvi.experiments._watch import Watch
 
-__all__ = ["METRICS", "SETS", "Set", "compute_borrowed", "compute_cell", "compute_recipe", "settings_of"]
+__all__ = [
+    "METRICS",
+    "SETS",
+    "Set",
+    "compute_borrowed",
+    "compute_cell",
+    "compute_recipe",
+    "compute_trace",
+    "settings_of",
+]
 
 METRICS = ("test_rmse", "test_log_likelihood")
 # What lies further below the best is as bad as that: a failure must not bend the Gaussian process.
@@ -68,15 +78,25 @@ def compute_borrowed(cell: Cell, attempt: Attempt) -> Arrays:
 def compute_recipe(cell: Cell, attempt: Attempt) -> Arrays:
     """No search: train on four fifths of every training part at the middle of the box, and test on the last fifth."""
     run = _Run(cell, attempt)
-    settings, box = cell.settings, SETS[cell.dataset].box
+    settings = cell.settings
     pairs = [folds(run.data.splits[split].train, split, settings["folds"])[0] for split in run.splits]
     problems = side_by_side([standardise(run.data, pair) for pair in pairs], settings["device"])
-    middle = np.array([sum(bounds) / 2 for bounds in box])
-    found = run.trained(0, problems, np.tile(middle, (1, len(pairs), 1)), settings["test_draws"])
+    found = run.trained(0, problems, run.middle, settings["test_draws"])
     return {
         "validation_rmse": found.rmse.double().cpu().numpy(),
         "validation_log_likelihood": found.log_likelihood.double().cpu().numpy(),
     }
+
+
+def compute_trace(cell: Cell, attempt: Attempt) -> Arrays:
+    """No search: train on whole training parts at the middle of the box, and test along the way."""
+    run = _Run(cell, attempt)
+    problems = run.whole()
+    marks = trace_steps(run.steps(problems), cell.settings["trace_points"])
+    watch = Watch(marks, lambda step: run.seed(f"look {step}"))
+    run.trained(0, problems, run.middle, cell.settings["test_draws"], watch)
+    values = {"trace_rmse": watch.values("rmse"), "trace_log_likelihood": watch.values("log_likelihood")}
+    return {"trace_steps": np.array(marks), **values}
 
 
 class _Run:
@@ -103,6 +123,25 @@ class _Run:
         """Rounds of the search that are over."""
         return len(self.values) // int(self.settings["at_once"])
 
+    @property
+    def middle(self) -> NDArray[np.float64]:
+        """(log τ, log λ) in the middle of the box, (1, splits, 2)."""
+        middle = [sum(bounds) / 2 for bounds in SETS[self.cell.dataset].box]
+        return np.tile(np.array(middle), (1, len(self.splits), 1))
+
+    def whole(self) -> Problems:
+        """All of the training parts, with the test parts beside them."""
+        parts = [standardise(self.data, self.data.splits[split]) for split in self.splits]
+        return side_by_side(parts, self.settings["device"])
+
+    def batch(self, problems: Problems) -> int:
+        """M."""
+        return min(SETS[self.cell.dataset].batch, problems.least)
+
+    def steps(self, problems: Problems) -> int:
+        """Of all epochs."""
+        return int(self.settings["epochs"]) * (problems.least // self.batch(problems))
+
     def search(self, number: int) -> None:
         """One round: some points for every split, each with cross-validation."""
         count, parts = self.settings["at_once"], self.settings["folds"]
@@ -121,7 +160,7 @@ class _Run:
             [((float(p[0]), float(p[1])), float(v)) for p, v in zip(self.points[:, k], good[:, k], strict=True)]
             for k in range(len(self.splits))
         ]
-        seeds = [self._seed(f"search {number} {split}") % 2**31 for split in self.splits]
+        seeds = [self.seed(f"search {number} {split}") % 2**31 for split in self.splits]
         found = propose_all(SETS[self.cell.dataset].box, pairs, count, seeds, self._spare_cores)
         return np.array(found).transpose(1, 0, 2)
 
@@ -141,9 +180,7 @@ class _Run:
 
     def final(self, points: NDArray[np.float64]) -> Arrays:
         """Train with a point for every split, (splits, 2), on all of its training part, and test."""
-        whole = [standardise(self.data, self.data.splits[split]) for split in self.splits]
-        problems = side_by_side(whole, self.settings["device"])
-        found = self.trained(self.rounds, problems, points[None], self.settings["test_draws"])
+        found = self.trained(self.rounds, self.whole(), points[None], self.settings["test_draws"])
         return {
             "test_rmse": found.rmse.double().cpu().numpy(),
             "test_log_likelihood": found.log_likelihood.double().cpu().numpy(),
@@ -151,27 +188,35 @@ class _Run:
             "log_lambda": points[:, 1],
         }
 
-    def trained(self, number: int, problems: Problems, points: NDArray[np.float64], draws: int) -> Scores:
+    def trained(
+        self, number: int, problems: Problems, points: NDArray[np.float64], draws: int, watch: Watch | None = None
+    ) -> Scores:
         """Train networks for points (count, B, 2) on B problems, from where an earlier attempt stopped; test them."""
-        generator = torch.Generator(problems.y_scale.device).manual_seed(self._seed(f"round {number}"))
+        watch = watch or Watch()
+        generator = torch.Generator(problems.y_scale.device).manual_seed(self.seed(f"round {number}"))
         task = self._task(problems, torch.from_numpy(points), generator)
         learner, first = LEARNERS[self.settings.get("learner", self.cell.method)](task), 0
         if self.kept and int(self.kept["round"]) == number:
             first = int(self.kept["epoch"])
             generator.set_state(torch.from_numpy(self.kept["random"]))
             learner.restore(self.kept)
+            watch.restore(self.kept)
         self.kept = {}
         count, epochs = len(points), self.settings["epochs"]
 
         def capture() -> Arrays:
             place = {"round": np.array(number), "epoch": np.array(epoch), "random": generator.get_state().numpy()}
-            return learner.arrays() | place | {"points": self.points, "values": self.values}
+            return learner.arrays() | watch.arrays() | place | {"points": self.points, "values": self.values}
+
+        def look() -> Scores:
+            return scores(task.model, learner.draw, draws, _repeated(problems, count), task.tau)
 
         for epoch in range(first + 1, epochs + 1):
             for x, y in batches(problems, task.batch, generator):
                 learner.step(x.repeat(count, 1, 1), y.repeat(count, 1))
+                watch.step(generator, look)
             self.attempt.tick(self._ticks(number, epoch), self._ticks(self.rounds, epochs), capture)
-        return scores(task.model, learner.draw, draws, _repeated(problems, count), task.tau)
+        return look()
 
     def _ticks(self, number: int, epoch: int) -> int:
         return number * int(self.settings["epochs"]) + epoch
@@ -181,10 +226,9 @@ class _Run:
         log_tau, log_lambda = points.reshape(-1, 2).to(device, torch.float32).unbind(-1)
         inputs, hidden = problems.x_train.shape[2], self.settings["hidden"]
         size = len(problems.y_scale) * count
-        batch = min(SETS[self.cell.dataset].batch, problems.least)
 
         def begin(member: int) -> dict[str, Tensor]:
-            seeds = [self._seed(f"start {member} {k}") % 2**31 for k in range(size)]
+            seeds = [self.seed(f"start {member} {k}") % 2**31 for k in range(size)]
             return {name: value.to(device) for name, value in starts(inputs, hidden, seeds).items()}
 
         return Task(
@@ -193,13 +237,14 @@ class _Run:
             problems.num_train.repeat(count),
             log_tau.exp() * problems.y_scale.repeat(count).square(),
             log_lambda.exp(),
-            batch,
-            self.settings["epochs"] * (problems.least // batch),
+            self.batch(problems),
+            self.steps(problems),
             self.settings,
             generator,
         )
 
-    def _seed(self, what: str) -> int:
+    def seed(self, what: str) -> int:
+        """Of its own for everything that is random."""
         return seed_of(self.settings["seed"], self.cell.dataset, self.cell.method, what)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from slangvi._environment import environment
 from slangvi.data import load_uci
@@ -21,12 +21,24 @@ from slangvi.experiments._results import aggregate, refuse_shorter, write_about,
 from slangvi.experiments._runner import Progress, run_cells
 from slangvi.experiments._settings import Settings
 
-__all__ = ["HIGHER", "Columns", "run_table"]
+__all__ = ["HIGHER", "Along", "Columns", "run_table"]
 
 # Metrics that are better when higher.
 HIGHER = {"test_log_likelihood", "validation_log_likelihood"}
 # Arrays with one entry for each split, metrics first.
 Columns = tuple[str, ...]
+
+
+class Along(NamedTuple):
+    """Cells with metrics along the way, beside those of a table.
+
+    Args:
+        wanted: to compute.
+        every: of the experiment.
+    """
+
+    wanted: Sequence[Cell]
+    every: Sequence[Cell]
 
 
 def run_table(
@@ -39,6 +51,7 @@ def run_table(
     progress: Progress,
     traces: Mapping[str, str] | None = None,
     require: Callable[[str], object] | None = None,
+    along: Along | None = None,
 ) -> Outcome:
     """Compute chosen cells, and write the tables of all that are finished.
 
@@ -50,43 +63,56 @@ def run_table(
         common: settings that all cells share.
         settings: what was chosen.
         progress: told what happens.
-        traces: metrics along the way and their arrays, for a table of these in place of that of splits.
+        traces: metrics along the way and their arrays, for a table of these.
         require: reads a data set, to see that it is there; None reads UCI data.
+        along: cells that have the traces; None when all cells have, and then there is no table of splits.
     """
     start, about = perf_counter(), settings.out / f"{name}.json"
+    traced = along or Along([], [])
     refuse_shorter(about, common["epochs"], len(common["splits"]))
-    refuse_smaller(about, [*wanted, *(cell for cell, _ in finished(every, settings.cells))])
+    there = finished([*every, *traced.every], settings.cells)
+    refuse_smaller(about, [*wanted, *traced.wanted, *(cell for cell, _ in there)])
     for dataset in dict.fromkeys(cell.dataset for cell in wanted):
         (require or load_uci)(dataset)  # a missing or damaged file is told before anything is computed
-    run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
-    return _save(name, finished(every, settings.cells), columns, common, settings, start, traces)
+    chosen = [*wanted, *traced.wanted]
+    run_cells(chosen, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
+    done = finished(every, settings.cells), None if along is None else finished(along.every, settings.cells)
+    return _save(name, *done, columns, common, settings, start, traces or {})
 
 
 def _save(
     name: str,
     cells: Sequence[Finished],
+    traced: Sequence[Finished] | None,
     columns: Columns,
     common: dict[str, Any],
     settings: Settings,
     start: float,
-    traces: Mapping[str, str] | None,
+    traces: Mapping[str, str],
 ) -> Outcome:
     rows = [
-        aggregate(cell.dataset, metric, cell.method, stored.arrays[metric], min if metric in HIGHER else max)
+        aggregate(cell.dataset, metric, cell.method, stored.arrays[metric], _worst(metric))
         for metric in columns[:2]
         for cell, stored in cells
     ]
-    if traces is None:
-        kind, header = "splits", ("dataset", "method", "split", *columns)
+    tables: dict[str, tuple[Sequence[str], list[tuple[Any, ...]]]] = {}
+    if traced is not None or not traces:
         lines = [line for cell in cells for line in _split_lines(cell, columns)]
-    else:
-        kind, header = "trace", TRACE_COLUMNS
-        lines = [line for metric, array in traces.items() for line in trace_lines(cells, metric, array)]
-    paths = [settings.out / f"{name}{end}" for end in (".csv", f"-{kind}.csv", ".json")]
+        tables["splits"] = ("dataset", "method", "split", *columns), lines
+    if traces:
+        have = cells if traced is None else traced
+        lines = [line for metric, array in traces.items() for line in trace_lines(have, metric, array, _worst(metric))]
+        tables["trace"] = TRACE_COLUMNS, lines
+    paths = [settings.out / f"{name}{end}" for end in (".csv", *(f"-{kind}.csv" for kind in tables), ".json")]
     write_rows(paths[0], rows)
-    write_table(paths[1], header, lines)
-    write_about(paths[2], _about(name, cells, common, settings, start))
+    for path, table in zip(paths[1:-1], tables.values(), strict=True):
+        write_table(path, *table)
+    write_about(paths[-1], _about(name, [*cells, *(traced or [])], common, settings, start))
     return Outcome(rows, paths)
+
+
+def _worst(metric: str) -> Callable[[list[float]], float]:
+    return min if metric in HIGHER else max
 
 
 def _about(

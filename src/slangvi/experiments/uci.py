@@ -8,21 +8,21 @@ from typing import Any
 
 from slangvi.experiments import _pages
 from slangvi.experiments._cells import Cell
-from slangvi.experiments._learners import LEARNERS
 from slangvi.experiments._logistic_tables import Outcome
-from slangvi.experiments._results import Row, read_rows
+from slangvi.experiments._results import read_rows
 from slangvi.experiments._runner import Progress
 from slangvi.experiments._settings import Settings, choose
 from slangvi.experiments._uci_cells import METRICS, SETS, settings_of
-from slangvi.experiments._uci_tables import HIGHER, run_table
-from slangvi.experiments.paper import Printed, printed
+from slangvi.experiments._uci_pages import said, table
+from slangvi.experiments._uci_tables import run_table
+from slangvi.experiments.paper import printed
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]
 
 NAME = "uci"
 TITLE = "Regression with networks (UCI)"
 DATASETS = tuple(SETS)
-METHODS = tuple(LEARNERS)
+METHODS = ("slang_1", "slang_8", "slang_32", "bbb", "mc_dropout", "ensemble_5")
 SPLITS = 20
 # Methods that take τ and λ from another one's search, so that they differ from it by their rank alone.
 BORROWERS = {"slang_8": "slang_1", "slang_32": "slang_1"}
@@ -92,7 +92,7 @@ def _cell(common: dict[str, Any], dataset: str, method: str) -> Cell:
 def _cost(dataset: str, method: str) -> float:
     """Seconds, roughly, up to a factor that all share."""
     rows = SETS[dataset].batch
-    return (2.0 if method.startswith("slang") else 1.0) * (1.0 if rows == 10 else 3.0)
+    return (2.0 if method.startswith(("slang", "online_eig")) else 1.0) * (1.0 if rows == 10 else 3.0)
 
 
 def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome:
@@ -113,47 +113,6 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     parts = [ABOUT, _pages.made_by(results / f"{NAME}.json")]
     for metric in METRICS:
         parts.append(f"### {_pages.METRICS[metric]}\n")
-        parts.append(_table([row for row in rows if row.metric == metric], paper))
-    parts += ["### What holds for networks\n", *(f"- {line}" for line in _said(rows, paper)), ""]
+        parts.append(table([row for row in rows if row.metric == metric], paper))
+    parts += ["### What holds for networks\n", *(f"- {line}" for line in said("slang_1", rows, paper)), ""]
     return "\n".join(parts), []
-
-
-def _table(rows: Sequence[Row], paper: dict[tuple[str, str, str], Printed]) -> str:
-    lines = []
-    for row in rows:
-        there = paper.get(row[:3])
-        unit = 1e-4 if row.dataset == "naval" and row.metric == "test_rmse" else 1e-3
-        cells = [f"{_pages.DATASETS[row.dataset]}, {row.method}"]
-        cells.append("" if there is None else _pages.number(there.mean, there.standard_error, there.unit))
-        cells += [_pages.number(row.mean, row.standard_error, unit), _pages.number(row.median, None, unit)]
-        cells += [_pages.number(row.worst, None, unit), "" if there is None else _verdict(row, there)]
-        lines.append(cells)
-    return _pages.markdown(["data, method", "paper", "ours", "median", "worst split", ""], lines)
-
-
-def gain(row: Row, there: Printed) -> float:
-    """How much better ours is, in the metric's units."""
-    return (row.mean - there.mean) * (1.0 if row.metric in HIGHER else -1.0)
-
-
-def _verdict(row: Row, there: Printed) -> str:
-    better = gain(row, there)
-    allowed = max(there.standard_error or 0.0, there.unit / 2)
-    return "✓ better" if better > 0 else "✓" if better >= -allowed else "✗"
-
-
-def _said(rows: Sequence[Row], paper: dict[tuple[str, str, str], Printed]) -> list[str]:
-    """On SLANG at rank 1: how often it is as good as the paper's, and how bad its worst split is."""
-    mine = {(row.dataset, row.metric): row for row in rows if row.method == "slang_1"}
-    verdicts = {key: _verdict(row, paper[row[:3]]) for key, row in mine.items()}
-    found = []
-    for metric in METRICS:
-        told = [verdict for key, verdict in verdicts.items() if key[1] == metric]
-        good, better = sum("✓" in each for each in told), sum("better" in each for each in told)
-        what = f"slang_1, {_pages.METRICS[metric]}"
-        found.append(f"{what}: as good as the paper's on {good} of {len(told)} sets, better on {better}.")
-    ratios = {key[0]: row.worst / row.median for key, row in mine.items() if key[1] == "test_rmse"}
-    if ratios:
-        most = max(ratios, key=lambda name: ratios[name])
-        found.append(f"slang_1: the worst split's RMSE is at most {ratios[most]:.2f} times the median's ({most}).")
-    return found

@@ -8,10 +8,11 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-__all__ = ["best_assignment"]
+__all__ = ["FEW", "best_assignment"]
 
-# Up to here all permutations are tried at once, 120 of them, for all members of a batch together.
-_FEW = 5
+# Up to here all permutations are tried at once, 120 of them, for all members of a batch together and without a look at
+# a number.
+FEW = 5
 
 
 def best_assignment(scores: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ def best_assignment(scores: Tensor) -> Tensor:
     $$ \pi = \arg\max_\pi \sum_l s_{l\,\pi(l)} $$
 
     Args:
-        scores: s, (..., L, L).
+        scores: s, (..., L, L). Where some are not finite, any permutation may come out.
 
     Returns:
         π(l) for each row l, (..., L).
@@ -30,11 +31,12 @@ def best_assignment(scores: Tensor) -> Tensor:
         [1, 0]
     """
     count = scores.shape[-1]
-    if count <= _FEW:
+    if count <= FEW:
         candidates = _all_permutations(count, scores.device)
         totals = scores[..., torch.arange(count, device=scores.device), candidates].sum(-1)
         return candidates[totals.argmax(-1)]
-    members = scores.reshape(-1, count, count).tolist()
+    # What is not finite would let no row find its column.
+    members = scores.nan_to_num(0.0, 0.0, 0.0).reshape(-1, count, count).tolist()
     return torch.tensor([_hungarian(member) for member in members], device=scores.device).view(scores.shape[:-1])
 
 

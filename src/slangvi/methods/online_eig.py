@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +28,12 @@ from slangvi.linalg.krylov import Eigenpairs, leading_eigenpairs
 from slangvi.linalg.lowrank import column_squares, gram_float64
 from slangvi.linalg.small import factorize_batch
 from slangvi.linalg.subspace import projected, ritz, sharpened, starting_block
-from slangvi.linalg.topk import padded_spectrum, relative_residual
+from slangvi.linalg.topk import Route, padded_spectrum, relative_residual
 from slangvi.methods._build import Common
 from slangvi.methods._gather import GRADIENT_REMEDY
 from slangvi.methods._gaussian import GaussianOptimizer
 from slangvi.methods._lowrank_state import STATE_REMEDY, Info, State, state_of
-from slangvi.methods._lowrank_step import Rates, Widened, shift_by
+from slangvi.methods._lowrank_step import Proposed, Rates, Widened, shift_by
 from slangvi.methods.slang import init, posterior, sample
 from slangvi.types import GradientOperator, Params, Routes, Transform
 
@@ -44,7 +44,7 @@ __all__ = ["Info", "OnlineEig", "State", "build", "init", "posterior", "sample",
 _EXTRA = 8
 _ROUNDS = 4
 # Residual allowed relative to the largest eigenvalue, far below what one minibatch says about the curvature.
-_TOLERANCE = 1e-7
+TOLERANCE = 1e-7
 
 
 def update(
@@ -82,8 +82,8 @@ def update(
     step, weight = state.step + 1, num_data / gradients.num_rows
     beta = precision_lr or lr
     rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, 1 - momentum**step)
-    total, whole_diag = gradients.sum(), weight * gradients.square_sum()
-    require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, whole_diag)
+    total, squares = gradients.sum(), gradients.square_sum()
+    require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, squares)
     try:
         fresh, pairs = weighted_eigenvectors(gradients, weight, state.prec_factor)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # sums may not fit the dtype together
@@ -91,17 +91,60 @@ def update(
             f"step {step}: the curvature of all parameters together is not finite. The state is unchanged. "
             + GRADIENT_REMEDY
         ) from error
-    rest = whole_diag - column_squares(fresh)
-    factor = lerp(state.prec_factor, matched(fresh, state.prec_factor), beta.value)
-    diag = lerp(state.prec_diag, prior.precision, beta.value).add_(beta.value * rest.clamp_min(0))
-    widened = Widened(factorize_batch(factor, diag), whole_diag, rest)
-    new = shift_by(state.loc, state.momentum, total, widened, weight, prior, rates)
+    found = Found(total, weight * squares, fresh, matched(fresh, state.prec_factor))
+    new = propose(state.loc, state.prec_factor, state.prec_diag, state.momentum, found, weight, prior, rates)
     if not math.isfinite(new.told.sum()):
         require_finite("the new precision", step, state.spec, STATE_REMEDY, new.prec_diag, new.prec_factor)
         require_finite("the new mean", step, state.spec, STATE_REMEDY, new.loc)
     after = state_of(new, step, state.spec)
-    told = (padded_spectrum(pairs.values, factor), new.told[..., 0], relative_residual(pairs), new.told[..., 1])
+    spectrum, residual = padded_spectrum(pairs.values, new.prec_factor), relative_residual(pairs)
+    told = (spectrum, new.told[..., 0], residual, new.told[..., 1])
     return after, Info(step, gradients.num_rows, *told, _state=after, _prior=prior)
+
+
+class Found(NamedTuple):
+    """What a step takes from the gradients.
+
+    Args:
+        total: Σ_r g_r, (..., P).
+        whole_diag: diagonal of Ĝ, (..., P).
+        fresh: V by rows, (..., L, P).
+        near: the same rows as `matched` returns them, (..., L, P).
+    """
+
+    total: Tensor
+    whole_diag: Tensor
+    fresh: Tensor
+    near: Tensor
+
+
+def propose(
+    loc: Tensor,
+    factor: Tensor,
+    diag: Tensor,
+    momentum: Tensor,
+    found: Found,
+    weight: float | Tensor,
+    prior: Prior,
+    rates: Rates,
+) -> Proposed:
+    """The new state, by the equations of `update`; nothing looks at a number, so that vmap and graphs can take it.
+
+    Args:
+        loc: μ, (..., P).
+        factor: U by rows, (..., L, P).
+        diag: d, (..., P).
+        momentum: m, (..., P).
+        found: in this step.
+        weight: N/R.
+        prior: λ and μ₀.
+        rates: of this step.
+    """
+    beta, rest = rates.precision_lr, found.whole_diag - column_squares(found.fresh)
+    new_factor = lerp(factor, found.near, beta)
+    new_diag = lerp(diag, prior.precision, beta).add_(beta * rest.clamp_min(0))
+    widened = Widened(factorize_batch(new_factor, new_diag), found.whole_diag, rest)
+    return shift_by(loc, momentum, found.total, widened, weight, prior, rates)
 
 
 def matched(fresh: Tensor, old: Tensor) -> Tensor:
@@ -132,19 +175,47 @@ def weighted_eigenvectors(gradients: GradientOperator, weight: float, like: Tens
         weight: N/R.
         like: a factor of the same shape and dtype, (..., L, P).
     """
-    rank, params = like.shape[-2:]
-    if params < getattr(gradients, "num_merged", gradients.num_rows):
-        pairs = _leading(weight * gram_float64(gradients.form().mT), min(rank, params))
-        rows = (pairs.vectors * pairs.values.sqrt().unsqueeze(-2)).mT.to(like.dtype)
+    rows = getattr(gradients, "num_merged", gradients.num_rows)
+    route = shorter_route(like.shape[-1], rows)
+    matrix = small_matrix(gradients, weight, route)
+    pairs = leading(matrix, min(like.shape[-2], matrix.shape[-1]))
+    return scaled_eigenvectors(gradients, weight, pairs.values, pairs.vectors, like, route), pairs
+
+
+def shorter_route(params: int, rows: int) -> Route:
+    """Which small matrix has fewer rows, GᵀG or the Gram GGᵀ."""
+    return "parameters" if params < rows else "gram"
+
+
+def small_matrix(gradients: GradientOperator, weight: float | Tensor, route: Route) -> Tensor:
+    """Ĝ itself, or weight·GGᵀ, which has the same leading eigenvalues: float64, (..., n, n)."""
+    if route == "parameters":
+        return weight * gram_float64(gradients.form().mT)
+    return weight * gradients.gram().to(torch.float64)
+
+
+def scaled_eigenvectors(
+    gradients: GradientOperator, weight: float | Tensor, values: Tensor, vectors: Tensor, like: Tensor, route: Route
+) -> Tensor:
+    """V by rows from the leading eigenpairs of the small matrix, zeros beyond its rank, (..., L, P).
+
+    Args:
+        gradients: operator over R rows.
+        weight: N/R.
+        values: leading eigenvalues, (..., k).
+        vectors: their vectors as columns, (..., n, k).
+        like: a factor of the same shape and dtype, (..., L, P).
+        route: by which the matrix was made.
+    """
+    if route == "parameters":
+        rows = (vectors * values.sqrt().unsqueeze(-2)).mT.to(like.dtype)
     else:
-        gram = gradients.gram().to(torch.float64)
-        pairs = _leading(weight * gram, min(rank, gram.shape[-1]))
-        rows = gradients.t_mm((weight**0.5 * pairs.vectors).to(like.dtype))
-    missing = rank - rows.shape[-2]
-    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows), pairs
+        rows = gradients.t_mm((weight**0.5 * vectors).to(like.dtype))
+    missing = like.shape[-2] - rows.shape[-2]
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def _leading(matrix: Tensor, count: int) -> Eigenpairs:
+def leading(matrix: Tensor, count: int) -> Eigenpairs:
     """Leading eigenpairs of (..., n, n): single vectors, not just their span."""
     if count == 0 or matrix.shape[-1] <= 4 * (count + _EXTRA):
         return leading_eigenpairs(matrix, count)
@@ -152,7 +223,7 @@ def _leading(matrix: Tensor, count: int) -> Eigenpairs:
     block = sharpened(lambda x: matrix @ (matrix @ x), block, _ROUNDS)
     values, inner, residual = ritz(projected(matrix.__matmul__, block), count)
     found = Eigenpairs(values, block @ inner, residual)
-    slow = ~(relative_residual(found) <= _TOLERANCE)
+    slow = ~(relative_residual(found) <= TOLERANCE)
     if bool(slow.any()):
         for part, whole in zip(found, leading_eigenpairs(matrix[slow], count), strict=True):
             part[slow] = whole

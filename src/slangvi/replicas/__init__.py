@@ -1,4 +1,4 @@
-"""Many small runs of SLANG in lockstep: splits × folds × settings advanced as one batched run.
+"""Many small runs in lockstep, of SLANG or SLANG-OnlineEig: splits × folds × settings advanced as one batched run.
 
 Every replica has its own data, data size, hyper-parameters and random stream, and is what it would be alone. Tensors
 have the replica in front: K replicas, then whatever a single run has.

@@ -18,8 +18,9 @@ from slangvi.replicas import _settings
 from slangvi.replicas._gather import LockstepGatherer
 from slangvi.replicas._inputs import Minibatch, read
 from slangvi.replicas._replay import Given, GraphKeeper
+from slangvi.replicas._rules import Lanes, Rule
 from slangvi.replicas._settings import pick
-from slangvi.replicas._step import Lanes, Numbers, Taken, Told, take_step, told_of, trouble
+from slangvi.replicas._step import Numbers, Taken, Told, take_step, told_of, trouble
 from slangvi.replicas.state import Failure, Generators, Info, State, noise
 from slangvi.types import ParamSpec
 
@@ -102,6 +103,7 @@ class Lockstep:
     """What is behind `Runs.update`.
 
     Args:
+        rule: of the method.
         settings: numbers, schedules and priors.
         gather: from draws and batches to gradients.
         draws: S.
@@ -113,6 +115,7 @@ class Lockstep:
 
     def __init__(
         self,
+        rule: Rule,
         settings: Settings,
         gather: LockstepGatherer,
         draws: int,
@@ -121,6 +124,7 @@ class Lockstep:
         strict: bool,
         graphs: GraphKeeper | None = None,
     ) -> None:
+        self.rule = rule
         self.graphs = graphs
         self.settings = settings
         self.gather = gather
@@ -175,7 +179,8 @@ class Lockstep:
         gathered = self.gather(state.spec, thetas, data)
         steps, rows = pick(state.step, index) + 1, pick(sizes, index) * self.draws
         numbers = self.settings.numbers(steps, index, rows).to(state.loc.device)
-        taken = take_step(lanes, gathered, Prior(pick(prior.precision, index), pick(prior.mean, index)), numbers)
+        prior = Prior(pick(prior.precision, index), pick(prior.mean, index))
+        taken = take_step(self.rule, lanes, gathered, prior, numbers)
         told = told_of(taken, gathered, data.weights, (pick(self.settings.num_data, index) / rows).to(state.loc.device))
         if bool(taken.fine.all()):
             return _Part(index, taken.lanes, told, [], taken.precision)

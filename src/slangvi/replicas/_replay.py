@@ -17,15 +17,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi._steps import Prior
-from slangvi.linalg import LowRankPrecision, Route
-from slangvi.linalg.krylov import Eigenpairs
-from slangvi.linalg.squaring import pairs_by_squaring
-from slangvi.linalg.topk import TOLERANCE
+from slangvi.linalg import LowRankPrecision
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
 from slangvi.methods._graph_runner import Shelf
 from slangvi.replicas._gather import Gathered
 from slangvi.replicas._inputs import Minibatch
-from slangvi.replicas._step import Lanes, Taken, Told, take_step, told_of
+from slangvi.replicas._rules import Lanes, Rule
+from slangvi.replicas._step import Taken, Told, take_step, told_of
 from slangvi.replicas.state import State
 
 __all__ = ["Given", "GraphKeeper", "Replayed"]
@@ -77,6 +75,7 @@ class LockstepGraph:
     """One step, captured for batches of one kind.
 
     Args:
+        rule: of the method.
         gather: (draws (K, S, P), batch) → gradients; called while capturing.
         state: an example of the states to come.
         given: an example of what comes with them; copied.
@@ -84,8 +83,8 @@ class LockstepGraph:
         pool: memory shared with graphs that never run at the same time.
     """
 
-    def __init__(self, gather: Gather, state: State, given: Given, prior: Prior, pool: Any) -> None:
-        self.gather, self.prior = gather, prior
+    def __init__(self, rule: Rule, gather: Gather, state: State, given: Given, prior: Prior, pool: Any) -> None:
+        self.rule, self.gather, self.prior = rule, gather, prior
         self.vectors = torch.stack([state.loc, state.prec_diag, state.momentum])
         self.factor = state.prec_factor.clone(memory_format=torch.contiguous_format)
         leaves, self.structure = tree_flatten(given)
@@ -114,8 +113,8 @@ class LockstepGraph:
         gathered = self.gather(thetas, given.data)
         *numbers, share, moving = given.numbers.unbind(1)
         lanes, moves = Lanes(loc, self.factor, diag, momentum), moving > 0
-        taken = take_step(lanes, gathered, self.prior, torch.stack(numbers, 1), squared_pairs)
-        good = taken.fine & (taken.residual <= TOLERANCE.get(loc.dtype, 0.0))
+        taken = take_step(self.rule, lanes, gathered, self.prior, torch.stack(numbers, 1), captured=True)
+        good = taken.fine & (taken.residual <= self.rule.tolerance[loc.dtype])
         self.fine, moved = (good | ~moves).all(), good & moves
         self.told = _packed(told_of(taken, gathered, given.weights, share)).masked_fill(~moved[:, None], torch.nan)
         self._keep(taken, moved)
@@ -165,7 +164,15 @@ class LockstepGraph:
 
 
 class GraphKeeper(Shelf[LockstepGraph]):
-    """Takes steps of all replicas by replaying graphs where that is possible."""
+    """Takes steps of all replicas by replaying graphs where that is possible.
+
+    Args:
+        rule: of the method.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.rule = rule
 
     def usable(self, like: Tensor, rank: int, whole: bool) -> bool:
         """Whether a step on tensors like this may be captured at all.
@@ -177,24 +184,20 @@ class GraphKeeper(Shelf[LockstepGraph]):
         """
         if self._given_up or self._declined(like.device):
             return False
-        if like.dtype not in TOLERANCE:
+        if like.dtype not in self.rule.tolerance:
             self._give_up(f"{like.dtype} asks for eigenvectors to the last digit; pass float32 parameters")
         elif not 0 < rank <= like.shape[1]:
             self._give_up(f"rank must lie between 1 and the {like.shape[1]} parameters for it, got {rank}")
+        elif reason := self.rule.why_eager(rank):
+            self._give_up(reason)
         elif not whole:
             self._give_up("memory_limit lets only some replicas advance at a time")
         return not self._given_up
 
     def step(self, kind: object, gather: Gather, state: State, given: Given, prior: Prior) -> Replayed | None:
         """One step by the graph of a kind, captured when it is new; None when it has to be taken eagerly."""
-        graph = self._kept(kind, lambda: LockstepGraph(gather, state, given, prior, self.pool))
+        graph = self._kept(kind, lambda: LockstepGraph(self.rule, gather, state, given, prior, self.pool))
         return None if graph is None else graph.advance(state, given)
-
-
-def squared_pairs(matrix: Tensor, factor: Tensor, route: Route) -> Eigenpairs:
-    """Leading eigenpairs that nothing waits for."""
-    rank = factor.shape[-2]
-    return pairs_by_squaring(matrix, rank, TOLERANCE[factor.dtype], 0 if route == "parameters" else rank)
 
 
 def _packed(told: Told) -> Tensor:

@@ -1,14 +1,14 @@
-"""One step of SLANG for many replicas at once.
+"""One step of many replicas at once.
 
-The arithmetic is that of a single run, `_lowrank_step`, under vmap. Only the eigenproblems are taken out of it, because
-their iteration looks at numbers: they are solved together, as one batch.
+The arithmetic is that of a single run, under vmap. Only the eigenproblems are taken out of it, because their iteration
+looks at numbers: they are solved together, as one batch. What differs between methods is in `_rules`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,33 +17,15 @@ from slangvi._steps import Prior, require_finite
 from slangvi.errors import NumericalError
 from slangvi.linalg import LowRankPrecision, Route
 from slangvi.linalg.krylov import Eigenpairs
-from slangvi.linalg.topk import padded_spectrum, pairs_of, relative_residual
+from slangvi.linalg.topk import padded_spectrum, relative_residual
 from slangvi.methods._gather import GRADIENT_REMEDY, checked_values
 from slangvi.methods._lowrank_state import STATE_REMEDY
-from slangvi.methods._lowrank_step import Observed, Proposed, Rates, eigenproblem, observe, propose
+from slangvi.methods._lowrank_step import Proposed, Rates
 from slangvi.replicas._gather import Gathered
+from slangvi.replicas._rules import Lanes, One, Rule
 from slangvi.types import ParamSpec
 
-__all__ = ["Lanes", "Numbers", "Taken", "Told", "take_step", "told_of", "trouble"]
-
-# Small matrices (K, n, n), the factors (K, L, P) they belong to, and the route → leading eigenpairs.
-Solver = Callable[[Tensor, Tensor, Route], Eigenpairs]
-
-
-class Lanes(NamedTuple):
-    """The states of K replicas.
-
-    Args:
-        loc: μ, (K, P).
-        prec_factor: U by rows, (K, L, P).
-        prec_diag: d, (K, P).
-        momentum: m, (K, P).
-    """
-
-    loc: Tensor
-    prec_factor: Tensor
-    prec_diag: Tensor
-    momentum: Tensor
+__all__ = ["Numbers", "Taken", "Told", "take_step", "told_of", "trouble"]
 
 
 class Numbers(NamedTuple):
@@ -103,39 +85,45 @@ class Told(NamedTuple):
     expected_log_likelihood: Tensor
 
 
-def take_step(lanes: Lanes, gathered: Gathered, prior: Prior, numbers: Tensor, solve: Solver | None = None) -> Taken:
-    """From per-example gradients to the new states; nothing waits for the device but the eigenproblem.
+def take_step(
+    rule: Rule, lanes: Lanes, gathered: Gathered, prior: Prior, numbers: Tensor, captured: bool = False
+) -> Taken:
+    """From per-example gradients to the new states.
 
     Args:
+        rule: of the method.
         lanes: the states.
         gathered: their gradients.
         prior: λ and μ₀, (K, P).
         numbers: α, β, γ, 1 − γᵗ and N/R of each replica in the order of `Numbers`, float64, (K, 5).
-        solve: of the eigenproblems; None takes the way of single runs.
+        captured: look at no number, which eigenproblems are otherwise solved by.
     """
     rank, params = lanes.prec_factor.shape[-2:]
-    route: Route = "parameters" if params < rank + gathered.num_rows else "gram"
+    route = rule.route(rank, params, gathered.num_rows)
 
-    def first(factor: Tensor, numbers: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        own = Numbers(*numbers.unbind())
-        seen = observe(factor, gathered.operator(tensors, factor), own.weight, own.rates, route)
-        size = seen.problem.size
-        matrix = seen.problem.matrix if rank else factor.new_zeros(size, size, dtype=torch.float64)
-        return seen.total, seen.squares, matrix
+    def each(work: Callable[..., Any], factor: Tensor, *given: Any) -> Any:
+        def one(numbers: Tensor, tensors: Sequence[Tensor], factor: Tensor, *own: Any) -> Any:
+            mine = Numbers(*numbers.unbind())
+            return work(One(gathered.operator(tensors, factor), mine.weight, mine.rates, route), factor, *own)
 
-    def second(given: Sequence[Tensor], numbers: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        loc, factor, diag, momentum, total, squares, values, vectors, lam, mean = given
-        own = Numbers(*numbers.unbind())
-        problem = eigenproblem(factor, gathered.operator(tensors, factor), own.weight, own.rates, route)
-        observed = Observed(total, squares, problem)
-        return _tensors(
-            propose(loc, diag, momentum, observed, values, vectors, own.weight, Prior(lam, mean), own.rates)
-        )
+        return torch.func.vmap(one)(numbers, list(gathered.tensors), factor, *given)
 
-    total, squares, matrix = torch.func.vmap(first)(lanes.prec_factor, numbers, *gathered.tensors)
-    pairs = (solve or _pairs)(matrix, lanes.prec_factor, route)
-    given = [*lanes, total, squares, pairs.values, pairs.vectors, prior.precision, prior.mean]
-    told, *new = torch.func.vmap(second)(given, numbers, *gathered.tensors)
+    def first(one: One, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # Without columns to look for, only the size of the matrix matters.
+        n = params if route == "parameters" else gathered.num_rows
+        total, squares = one.gradients.sum(), one.gradients.square_sum()
+        return total, squares, rule.matrix(one, factor) if rank else factor.new_zeros(n, n, dtype=torch.float64)
+
+    def second(one: One, factor: Tensor, given: Sequence[Tensor], settled: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        loc, diag, momentum, total, squares, lam, mean = given
+        lane = Lanes(loc, factor, diag, momentum)
+        return _tensors(rule.propose(one, lane, total, squares, settled, Prior(lam, mean)))
+
+    factor = lanes.prec_factor
+    total, squares, matrix = each(first, factor)
+    pairs = rule.captured_pairs(matrix, factor, route) if captured else _pairs(rule, matrix, factor, route)
+    given = [lanes.loc, lanes.prec_diag, lanes.momentum, total, squares, prior.precision, prior.mean]
+    told, *new = each(second, factor, given, rule.settled(pairs, factor, each))
     fine = torch.isfinite(told).all(-1) & torch.isfinite(total.sum(-1) + squares.sum(-1))
     fine &= torch.isfinite(gathered.values).flatten(1).all(-1)
     spectrum = padded_spectrum(pairs.values, lanes.prec_factor)
@@ -143,12 +131,12 @@ def take_step(lanes: Lanes, gathered: Gathered, prior: Prior, numbers: Tensor, s
     return Taken(Lanes(*new[:4]), precision, total, squares, spectrum, relative_residual(pairs), told, fine)
 
 
-def _pairs(matrix: Tensor, factor: Tensor, route: Route) -> Eigenpairs:
+def _pairs(rule: Rule, matrix: Tensor, factor: Tensor, route: Route) -> Eigenpairs:
     """Leading eigenpairs; NaN for matrices that are not finite, for which libraries would refuse the whole batch."""
     bad = ~torch.isfinite(matrix.diagonal(dim1=-2, dim2=-1).sum(-1))[:, None, None]
     if not bool(bad.any()):
-        return pairs_of(matrix, factor, route)
-    pairs = pairs_of(matrix.masked_fill(bad, 0.0), factor, route)
+        return rule.pairs(matrix, factor, route)
+    pairs = rule.pairs(matrix.masked_fill(bad, 0.0), factor, route)
     return pairs._replace(vectors=pairs.vectors.masked_fill(bad, torch.nan))
 
 

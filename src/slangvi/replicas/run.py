@@ -1,9 +1,9 @@
-"""SLANG for K replicas as pure functions over an immutable state."""
+"""SLANG and its relatives for K replicas as pure functions over an immutable state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from slangvi.replicas._advance import Lockstep, Settings
 from slangvi.replicas._gather import LockstepGatherer
 from slangvi.replicas._inputs import checked_constants
 from slangvi.replicas._replay import GraphKeeper
+from slangvi.replicas._rules import RULES
 from slangvi.replicas.state import Info, State, init, posterior, replica, sample, stack
 from slangvi.types import Params
 
@@ -63,6 +64,7 @@ def build(
     memory_limit: int | None = None,
     on_failure: str = "freeze",
     compile: bool = False,
+    method: Literal["slang", "online_eig"] = "slang",
 ) -> Runs:
     """SLANG for many small problems advanced as one; each is what `slang.build` makes of it alone.
 
@@ -95,6 +97,8 @@ def build(
             networks. The first step of each shape of batch, and ever rarer ones at which gradients are checked, run
             eagerly; where nothing can be captured a warning says why and all do. What `log_likelihood` reads besides
             its arguments must stay where it is.
+        method: "slang", or "online_eig" for SLANG-OnlineEig, whose replicas are what `online_eig.build` makes of them;
+            beyond rank 5 that one has no graphs.
 
     Returns:
         The functions of `Runs`. `update` takes the batch with (K, M, ...) tensors and a sequence of K generators, from
@@ -126,7 +130,9 @@ def build(
     def paired(params: Params, batch: Any, own: Any) -> Tensor:
         return log_likelihood(params, batch) if constants is None else log_likelihood(params, batch, own)
 
+    rule = RULES[_checks.choice("method", method, tuple(RULES))]
     lockstep = Lockstep(
+        rule,
         Settings.checked(
             count, num_data, lr, precision_lr, momentum, temperature, prior_precision, prior_mean, precision_warmup
         ),
@@ -135,7 +141,7 @@ def build(
         checked_constants(constants, count),
         memory_limit,
         _checks.choice("on_failure", on_failure, ("freeze", "raise")) == "raise",
-        GraphKeeper() if _checks.flag("compile", compile) else None,
+        GraphKeeper(rule) if _checks.flag("compile", compile) else None,
     )
 
     def begin(params: Params | Sequence[Params], stacked: bool = False) -> State:

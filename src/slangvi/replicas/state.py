@@ -90,7 +90,7 @@ class Info:
     Args:
         step: steps each replica has taken, (K,).
         num_rows: R of each, per-example gradients used; 0 for a replica that took no step, (K,).
-        spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (K, L).
+        spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, for OnlineEig of Ĝ, largest first, (K, L).
         total: sum of all its eigenvalues, (K,).
         residual: bound on the relative error of those eigenpairs; 0 when they were computed in full, (K,).
         clipped: Σ of negative diagonal corrections set to zero; rounding only, (K,).

@@ -27,7 +27,7 @@ def printed(table: str) -> dict[tuple[str, str, str], Printed]:
     """(dataset, metric, method) → what the paper prints.
 
     Args:
-        table: "logreg", "logreg_online_eig" or "logreg_covariance".
+        table: "logreg", "logreg_online_eig", "logreg_covariance", "uci" or "uci_online_eig".
 
     Example:
         >>> printed("logreg")["australian", "symmetric_kl", "slang_1"]
