@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     from slangvi.methods.online_eig import OnlineEig as OnlineEig
     from slangvi.methods.slang import SLANG as SLANG
     from slangvi.optimizer import VariationalOptimizer as VariationalOptimizer
+    from slangvi.predict import decompose_uncertainty as decompose_uncertainty
+    from slangvi.predict import estimate_prediction_memory as estimate_prediction_memory
     from slangvi.predict import functional_samples as functional_samples
+    from slangvi.predict import linearised_predictive as linearised_predictive
     from slangvi.predict import predictive_samples as predictive_samples
     from slangvi.types import Routes as Routes
 
@@ -74,11 +77,14 @@ __all__ = [
     # prediction
     "functional_samples",
     "predictive_samples",
+    "linearised_predictive",
+    "decompose_uncertainty",
     "metrics",
     # data
     "data",
     # memory and speed
     "estimate_memory",
+    "estimate_prediction_memory",
     "Routes",
     # extension and errors
     "register_rule",
@@ -116,6 +122,9 @@ _HOMES = {
     "VariationalOptimizer": "slangvi.optimizer",
     "functional_samples": "slangvi.predict",
     "predictive_samples": "slangvi.predict",
+    "linearised_predictive": "slangvi.predict",
+    "decompose_uncertainty": "slangvi.predict",
+    "estimate_prediction_memory": "slangvi.predict",
     "Routes": "slangvi.types",
 }
 _MODULES = {
