@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from slangvi.errors import NumericalError as NumericalError
     from slangvi.errors import UnsupportedModuleError as UnsupportedModuleError
     from slangvi.errors import UnverifiedGradientsWarning as UnverifiedGradientsWarning
+    from slangvi.estimators import SLANGClassifier as SLANGClassifier
+    from slangvi.estimators import SLANGRegressor as SLANGRegressor
     from slangvi.grads.rules import register_rule as register_rule
     from slangvi.likelihoods import Bernoulli as Bernoulli
     from slangvi.likelihoods import Categorical as Categorical
@@ -68,6 +70,9 @@ __all__ = [
     "replicas",
     "inverse_time",
     "ELBO",
+    # estimators
+    "SLANGClassifier",
+    "SLANGRegressor",
     # distributions and likelihoods
     "LowRankPrecisionNormal",
     "DensePrecisionNormal",
@@ -108,6 +113,8 @@ _HOMES = {
     "NumericalError": "slangvi.errors",
     "UnsupportedModuleError": "slangvi.errors",
     "UnverifiedGradientsWarning": "slangvi.errors",
+    "SLANGClassifier": "slangvi.estimators",
+    "SLANGRegressor": "slangvi.estimators",
     "estimate_memory": "slangvi.memory",
     "register_rule": "slangvi.grads.rules",
     "Bernoulli": "slangvi.likelihoods",

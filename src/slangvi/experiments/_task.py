@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi._steps import Prior
+from slangvi._steps import Cosine, Prior
 from slangvi.types import ParamSpec
 
 __all__ = ["BIAS_PRECISION", "FALLS", "Cosine", "LogProb", "Task", "bernoulli", "gaussian"]
@@ -32,23 +32,6 @@ def gaussian(outputs: Tensor, y: Tensor, tau: Tensor) -> Tensor:
 def bernoulli(outputs: Tensor, y: Tensor, tau: Tensor) -> Tensor:
     """Classes 0 and 1 from logits, which have no noise beside them: τ is not looked at."""
     return -F.softplus((1.0 - 2.0 * y) * outputs)
-
-
-class Cosine:
-    """A rate that falls from `lr` to nearly nothing over so many steps, αₜ = α₀ (1 + cos(πt/T))/2.
-
-    Example:
-        >>> rate = Cosine(0.2, 100)
-        >>> rate(1), rate(50), rate(100)
-        (0.199..., 0.1, 0.0002)
-    """
-
-    def __init__(self, lr: float, steps: int) -> None:
-        self.lr, self.steps = lr, steps
-
-    def __call__(self, step: int) -> float:
-        """Rate at a step counted from 1."""
-        return self.lr * max(0.5 * (1.0 + math.cos(math.pi * min(step, self.steps) / self.steps)), 1e-3)
 
 
 @dataclass(frozen=True)
