@@ -58,7 +58,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
 
     Example:
         >>> X = np.linspace(-1, 1, 40).reshape(-1, 1)
-        >>> reg = SLANGRegressor(hidden_layer_sizes=(), max_iter=50, random_state=0).fit(X, 3 * X[:, 0] + 7)
+        >>> reg = SLANGRegressor(hidden_layer_sizes=(), mc_samples=1, random_state=0).fit(X, 3 * X[:, 0] + 7)
         >>> mean, std = reg.predict([[0.5]], return_std=True)
         >>> mean.round(1), bool(std < 0.5)
         (array([8.5]), True)
@@ -72,8 +72,8 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         noise: float | str = "learn",
         rank: int = 4,
         prior_precision: Any = 1.0,
-        learning_rate_init: float = 0.05,
-        precision_learning_rate_init: float = 0.02,
+        learning_rate_init: float = 0.1,
+        precision_learning_rate_init: float = 0.05,
         init_precision: Any = 10.0,
         mc_samples: int = 4,
         batch_size: int | str = "auto",
