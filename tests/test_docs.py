@@ -9,7 +9,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/quickstart.md", "docs/memory.md", "docs/replicas.md"]
+PAGES = [
+    "README.md",
+    "docs/quickstart.md",
+    "docs/prediction.md",
+    "docs/estimators.md",
+    "docs/memory.md",
+    "docs/replicas.md",
+]
 
 
 def blocks(page: str) -> list[str]:
