@@ -40,7 +40,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         *,
         rank: int = 4,
         prior_precision: Any = 1.0,
-        learning_rate_init: float = 0.05,
+        learning_rate_init: float = 0.02,
         precision_learning_rate_init: float = 0.02,
         init_precision: Any = 10.0,
         mc_samples: int = 4,

@@ -36,7 +36,7 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         init_precision: d at the start.
         mc_samples: S, draws of the weights per step.
         batch_size: rows per step; "auto" is an eighth of the rows, but at least 8 and at most 32.
-        max_iter: epochs.
+        max_iter: epochs. A few dozen rows make few steps an epoch: give them more epochs, or higher rates.
         predict_samples: draws of the weights to predict with.
         early_stopping: hold out rows, stop when their predictive negative log-likelihood (nll) has not improved for a
             while, and keep the best state.
@@ -65,7 +65,7 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
 
     Example:
         >>> X, y = [[-2.0], [-1.0], [1.0], [2.0]], ["no", "no", "yes", "yes"]
-        >>> clf = SLANGClassifier(hidden_layer_sizes=(4,), max_iter=50, random_state=0).fit(X, y)
+        >>> clf = SLANGClassifier(hidden_layer_sizes=(4,), learning_rate_init=0.2, random_state=0).fit(X, y)
         >>> clf.predict([[-3.0], [3.0]])
         array(['no', 'yes'], dtype='<U3')
     """
