@@ -100,6 +100,7 @@ FORBIDDEN = {
     "slangvi.replicas": ("slangvi.optimizer", "slangvi.predict", "slangvi.experiments", "slangvi.bench", "slangvi.cli"),
     "slangvi._steps": ("slangvi.methods", "slangvi.optimizer", "slangvi.grads"),
     "slangvi.predict": ("slangvi.methods", "slangvi.optimizer", "slangvi.experiments", "slangvi.bench"),
+    "slangvi.estimators": ("slangvi.experiments", "slangvi.bench", "slangvi.cli"),
     "slangvi.memory": ("slangvi.predict", "slangvi.experiments", "slangvi.bench", "slangvi.cli"),
     "slangvi.experiments": ("slangvi.bench",),
     "slangvi.bench": ("slangvi.experiments",),
@@ -119,12 +120,19 @@ def test_only_the_command_line_knows_the_command_line():
 
 
 def test_optional_packages_are_imported_where_they_are_used():
-    """At the top of a file: only what every installation has; click in the commands, which nothing else imports."""
+    """At the top of a file: only what every installation has; others where nothing else imports the files."""
+    extras = {"slangvi.cli.": {"click"}, "slangvi.estimators": {"sklearn"}}
     for name, tree in TREES.items():
         top = ast.Module([n for n in tree.body if not isinstance(n, ast.FunctionDef | ast.ClassDef)], [])
         needed = {i.split(".")[0] for i in imports_of(top, package_of(name)) if foreign(i)}
-        allowed = {"torch", "numpy", "safetensors"} | ({"click"} if name.startswith("slangvi.cli.") else set())
-        assert needed <= allowed, name
+        own = set().union(*(extra for place, extra in extras.items() if name.startswith(place)))
+        assert needed <= {"torch", "numpy", "safetensors"} | own, name
+
+
+def test_only_the_estimators_know_the_estimators():
+    for name in FILES:
+        if not within(name, "slangvi.estimators", "slangvi.cli"):
+            assert {i for i in IMPORTS[name] if within(i, "slangvi.estimators")} == set(), name
 
 
 def test_imports_have_no_circles():

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/quickstart.md", "docs/memory.md", "docs/replicas.md", "docs/checkpoints.md"]
+PAGES = [
+    "README.md",
+    "docs/quickstart.md",
+    "docs/prediction.md",
+    "docs/estimators.md",
+    "docs/memory.md",
+    "docs/replicas.md",
+    "docs/checkpoints.md",
+]
 
 
 def blocks(page: str) -> list[str]:

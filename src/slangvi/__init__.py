@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from slangvi.errors import NumericalError as NumericalError
     from slangvi.errors import UnsupportedModuleError as UnsupportedModuleError
     from slangvi.errors import UnverifiedGradientsWarning as UnverifiedGradientsWarning
+    from slangvi.estimators import SLANGClassifier as SLANGClassifier
+    from slangvi.estimators import SLANGRegressor as SLANGRegressor
     from slangvi.grads.rules import register_rule as register_rule
     from slangvi.likelihoods import Bernoulli as Bernoulli
     from slangvi.likelihoods import Categorical as Categorical
@@ -48,7 +50,10 @@ if TYPE_CHECKING:
     from slangvi.methods.online_eig import OnlineEig as OnlineEig
     from slangvi.methods.slang import SLANG as SLANG
     from slangvi.optimizer import VariationalOptimizer as VariationalOptimizer
+    from slangvi.predict import decompose_uncertainty as decompose_uncertainty
+    from slangvi.predict import estimate_prediction_memory as estimate_prediction_memory
     from slangvi.predict import functional_samples as functional_samples
+    from slangvi.predict import linearised_predictive as linearised_predictive
     from slangvi.predict import predictive_samples as predictive_samples
     from slangvi.types import Routes as Routes
 
@@ -70,6 +75,9 @@ __all__ = [
     "replicas",
     "inverse_time",
     "ELBO",
+    # estimators
+    "SLANGClassifier",
+    "SLANGRegressor",
     # distributions and likelihoods
     "LowRankPrecisionNormal",
     "DensePrecisionNormal",
@@ -79,6 +87,8 @@ __all__ = [
     # prediction
     "functional_samples",
     "predictive_samples",
+    "linearised_predictive",
+    "decompose_uncertainty",
     "metrics",
     "plots",
     # checkpoints
@@ -89,6 +99,7 @@ __all__ = [
     "data",
     # memory and speed
     "estimate_memory",
+    "estimate_prediction_memory",
     "Routes",
     # extension and errors
     "register_rule",
@@ -116,6 +127,8 @@ _HOMES = {
     "NumericalError": "slangvi.errors",
     "UnsupportedModuleError": "slangvi.errors",
     "UnverifiedGradientsWarning": "slangvi.errors",
+    "SLANGClassifier": "slangvi.estimators",
+    "SLANGRegressor": "slangvi.estimators",
     "estimate_memory": "slangvi.memory",
     "register_rule": "slangvi.grads.rules",
     "Bernoulli": "slangvi.likelihoods",
@@ -130,6 +143,9 @@ _HOMES = {
     "VariationalOptimizer": "slangvi.optimizer",
     "functional_samples": "slangvi.predict",
     "predictive_samples": "slangvi.predict",
+    "linearised_predictive": "slangvi.predict",
+    "decompose_uncertainty": "slangvi.predict",
+    "estimate_prediction_memory": "slangvi.predict",
     "Routes": "slangvi.types",
 }
 _MODULES = {

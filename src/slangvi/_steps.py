@@ -18,6 +18,7 @@ from slangvi.types import ParamSpec
 
 __all__ = [
     "ELBO",
+    "Cosine",
     "InverseTime",
     "Prior",
     "Rate",
@@ -138,6 +139,29 @@ class InverseTime:
     def __call__(self, step: int) -> float:
         """Rate at a step counted from 1."""
         return float(self.lr / (1.0 + float(step) ** self.decay))
+
+
+class Cosine:
+    """A rate that falls from `lr` to nearly nothing over so many steps, αₜ = α₀ (1 + cos(πt/T))/2.
+
+    Args:
+        lr: α₀.
+        steps: T.
+        start: steps taken before, from which t is counted.
+
+    Example:
+        >>> rate = Cosine(0.2, 100)
+        >>> rate(1), rate(50), rate(100)
+        (0.199..., 0.1, 0.0002)
+    """
+
+    def __init__(self, lr: float, steps: int, start: int = 0) -> None:
+        self.lr, self.steps, self.start = lr, steps, start
+
+    def __call__(self, step: int) -> float:
+        """Rate at a step counted from 1."""
+        share = min(step - self.start, self.steps) / self.steps
+        return self.lr * max(0.5 * (1.0 + math.cos(math.pi * share)), 1e-3)
 
 
 class _FromZero(InverseTime):

@@ -28,6 +28,8 @@ def test_every_operation_is_that_of_the_matrix(size, batch):
     assert p.failed.shape == batch
     assert not p.failed.any()
     torch.testing.assert_close(p.solve(rhs), (inverse @ rhs.unsqueeze(-1)).squeeze(-1))
+    white = p.whiten(torch.eye(size, dtype=torch.float64).expand(*batch, size, size))
+    torch.testing.assert_close(white @ white.mT, inverse)
     torch.testing.assert_close(p.inv_diag(), inverse.diagonal(dim1=-2, dim2=-1))
     torch.testing.assert_close(p.logdet(), torch.logdet(matrix))
 

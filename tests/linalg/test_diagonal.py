@@ -15,6 +15,8 @@ def test_every_operation_is_that_of_the_matrix(batch):
     rhs, noise = torch.randn(*batch, 4).double(), torch.randn(5, *batch, 4).double()
     torch.testing.assert_close(mine.solve(rhs), other.solve(rhs))
     torch.testing.assert_close(mine.transform_noise(noise), other.transform_noise(noise))
+    rows = torch.randn(*batch, 6, 4).double()
+    torch.testing.assert_close(mine.whiten(rows.movedim(-2, 0)).movedim(0, -2), other.whiten(rows))
     torch.testing.assert_close(mine.inv_diag(), other.inv_diag())
     torch.testing.assert_close(mine.logdet(), other.logdet())
     draws = [p.sample((2,), torch.Generator().manual_seed(0), loc) for p in (mine, other) for loc in (None, rhs)]

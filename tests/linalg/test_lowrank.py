@@ -110,6 +110,19 @@ def test_sampler_times_its_transpose_is_the_dense_inverse(problem, dtype):
     assert relative(whiten(A @ A.mT, diag), whitened_inverse(factor, diag)) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(problem=problems)
+def test_whitening_is_the_transpose_of_the_sampler(problem, dtype):
+    factor, diag = (t.to(dtype) for t in problem)
+    p = factorize(factor, diag)
+    size = diag.shape[-1]
+    eye = torch.eye(size, dtype=dtype).reshape(size, *(1,) * (diag.ndim - 1), size)
+    A = p.whiten(eye).movedim(0, -2).double()  # row k is Aᵀ eₖ
+    assert relative(whiten(A @ A.mT, diag), whitened_inverse(factor, diag)) <= TOLERANCE[dtype]
+    expected, scale = sampler_of(p).double(), diag.double().sqrt().unsqueeze(-1)
+    assert relative(scale * A, scale * expected) <= TOLERANCE[dtype]
+
+
 @given(problem=problems)
 def test_inverse_diagonal_is_the_dense_one_entry_by_entry(problem):
     factor, diag = problem

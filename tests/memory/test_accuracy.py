@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slangvi
+from allocating import allocated
 
 # What the plan may be of the truth. Where no size depends on values it is 1; it is more where embeddings are looked up
 # (as if no example met a word twice) and where an iteration converged (as if it had not).
@@ -71,18 +71,6 @@ def by_function(model: nn.Module, x: Tensor, y: Tensor, rank: int, draws: int, *
 
 
 STEPS = {"optimizer": by_optimizer, "functional": by_function}
-
-
-def allocated(run: Callable[[], None]) -> int:
-    """Most bytes given out by the allocator at once, those that kernels take for themselves included."""
-    with torch.autograd.profiler.profile(profile_memory=True) as profiled:
-        run()
-    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
 
 
 def test_the_measure_counts_what_is_alive_at_once():

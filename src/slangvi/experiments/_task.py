@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi._steps import InverseTime, Prior
+from slangvi._steps import Cosine, InverseTime, Prior
 from slangvi.types import ParamSpec
 
 __all__ = ["BIAS_PRECISION", "FALLS", "Cosine", "LogProb", "Task", "bernoulli", "categorical", "gaussian"]
@@ -43,23 +43,6 @@ def categorical(outputs: Tensor, y: Tensor, tau: Tensor) -> Tensor:
     """
     labels = y.expand(outputs.shape[:-1]).unsqueeze(-1)
     return outputs.log_softmax(-1).gather(-1, labels).squeeze(-1)
-
-
-class Cosine:
-    """A rate that falls from `lr` to nearly nothing over so many steps, αₜ = α₀ (1 + cos(πt/T))/2.
-
-    Example:
-        >>> rate = Cosine(0.2, 100)
-        >>> rate(1), rate(50), rate(100)
-        (0.199..., 0.1, 0.0002)
-    """
-
-    def __init__(self, lr: float, steps: int) -> None:
-        self.lr, self.steps = lr, steps
-
-    def __call__(self, step: int) -> float:
-        """Rate at a step counted from 1."""
-        return self.lr * max(0.5 * (1.0 + math.cos(math.pi * min(step, self.steps) / self.steps)), 1e-3)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,11 @@ class DensePrecision:
         drawn: Tensor = torch.linalg.solve_triangular(self.cholesky.mT, columns, upper=True)
         return drawn.movedim(-1, 0).reshape(noise.shape)
 
+    def whiten(self, rows: Tensor) -> Tensor:
+        """R⁻¹x for every row x of (..., K, P): inner products of results are covariances, ⟨R⁻¹x, R⁻¹y⟩ = xᵀP⁻¹y."""
+        white: Tensor = torch.linalg.solve_triangular(self.cholesky, rows.mT, upper=False)
+        return white.mT
+
     def sample(
         self,
         sample_shape: tuple[int, ...] | torch.Size = (),

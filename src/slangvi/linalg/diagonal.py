@@ -35,6 +35,10 @@ class DiagonalPrecision:
         """s^(−½) ∘ ε: a zero-mean draw with covariance diag(s)⁻¹ from standard normal noise (..., P)."""
         return noise * self.diag.rsqrt()
 
+    def whiten(self, rows: Tensor) -> Tensor:
+        """s^(−½) ∘ x: inner products of results are covariances, Σ xᵢyᵢ/sᵢ; rows x of shape (..., P)."""
+        return self.transform_noise(rows)
+
     def sample(
         self,
         sample_shape: tuple[int, ...] | torch.Size = (),

@@ -78,6 +78,22 @@ class LowRankPrecision:
         rooted = self._rooted(_contract(self.factor, white))
         return torch.addcdiv(white, _lift(self.factor, rooted), self.diag)
 
+    def whiten(self, rows: Tensor) -> Tensor:
+        r"""Aᵀx for the root A of the covariance that draws use, so that inner products of results are covariances.
+
+        $$ \langle A^\top x, A^\top y \rangle = x^\top (UU^\top + \mathrm{diag}\,d)^{-1} y, \qquad
+           A^\top x = \bigl(I + V K V^\top\bigr)\, d^{-1/2} x $$
+
+        with K of `transform_noise`. A Gram matrix of results is positive semi-definite whatever the rounding, which
+        products xᵀ solve(y) are not.
+
+        Args:
+            rows: x, shape (..., P).
+        """
+        white = rows * self.shrink
+        rooted = self._rooted(_contract(self.factor, white * self.shrink))
+        return torch.addcmul(white, _lift(self.factor, rooted), self.shrink)
+
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
         """√(1+s) and Q of VᵀV = Q diag(s) Qᵀ, without gradient."""

@@ -1,4 +1,4 @@
-"""Predictions under the posterior: the model evaluated at draws of its weights."""
+"""The model evaluated at draws of its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.likelihoods import Likelihood, likelihood_named
 from slangvi.types import ParamSpec
 
-__all__ = ["functional_samples", "predictive_samples"]
+__all__ = ["call", "evaluating", "functional_samples", "predictive_samples", "spec_of"]
 
 
 def functional_samples(
@@ -94,16 +94,16 @@ def _samples(
     draws = _checks.count("n_samples", n_samples)
     rows = batch_size(x)
     step = rows if chunk is None else _checks.count("batch_size", chunk)
-    spec = _spec_of(model, posterior)
+    spec = spec_of(model, posterior)
     values = dict(model.named_parameters())
     result = None
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         for s in range(draws):
             flat = spec.unflatten(posterior.rsample(generator=generator))
             params = {name: value.to(values[name].dtype) for name, value in flat.items()}
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
-                piece = link(_call(model, params, slice_batch(x, start, stop)))
+                piece = link(call(model, params, slice_batch(x, start, stop)))
                 if piece.ndim == 0 or piece.shape[0] != stop - start:
                     raise ValueError(
                         f"the model must return one row per input row, ({stop - start}, ...), got {tuple(piece.shape)}."
@@ -115,7 +115,8 @@ def _samples(
     return result
 
 
-def _call(model: nn.Module, params: dict[str, Tensor], x: Any) -> Tensor:
+def call(model: nn.Module, params: dict[str, Tensor], x: Any) -> Tensor:
+    """The model at given weights: a tuple holds positional arguments, a dict keyword arguments."""
     args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
     outputs = torch.func.functional_call(model, params, args, kwargs)
     if not isinstance(outputs, Tensor):
@@ -126,7 +127,8 @@ def _call(model: nn.Module, params: dict[str, Tensor], x: Any) -> Tensor:
     return outputs
 
 
-def _spec_of(model: nn.Module, posterior: Posterior) -> ParamSpec:
+def spec_of(model: nn.Module, posterior: Posterior) -> ParamSpec:
+    """The layout of a posterior, refused unless it is that of the model."""
     spec = posterior.param_spec or ParamSpec.of_module(model)
     if posterior.batch_shape:
         raise ValueError(f"posterior must be a single distribution, got batch shape {tuple(posterior.batch_shape)}.")
@@ -146,7 +148,7 @@ def _spec_of(model: nn.Module, posterior: Posterior) -> ParamSpec:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside, every module's own mode back after."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -7,24 +7,13 @@ import torch
 from torch import nn
 
 from cases import GPT, DictInput, MultiOutput
+from predicting import posterior_of, seeded
 from slangvi import Bernoulli, LowRankPrecisionNormal, functional_samples, predictive_samples
 from slangvi.types import ParamSpec
 
 
-def posterior_of(model: nn.Module, spec: ParamSpec | None = None, scale: float = 1.0) -> LowRankPrecisionNormal:
-    spec = spec or ParamSpec.of_module(model)
-    source = torch.Generator().manual_seed(1)
-    loc = spec.flatten({name: p.detach() for name, p in model.named_parameters()})
-    factor = torch.randn(spec.num_params, 2, generator=source, dtype=loc.dtype)
-    return LowRankPrecisionNormal(loc, factor, torch.full_like(loc, scale), param_spec=spec)
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-
-def seeded(seed: int = 3) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 X = torch.linspace(-1, 1, 21, dtype=torch.float64).reshape(7, 3)

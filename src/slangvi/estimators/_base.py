@@ -1,0 +1,284 @@
+"""What classifier and regressor share: parameters, checks, and the way from arrays to a posterior and back."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.estimators._data import Array, Scale
+from slangvi.estimators._network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp
+from slangvi.estimators._noise import Noise
+from slangvi.estimators._training import Patience, Recipe, Rows, Training, lean
+from slangvi.methods import slang
+from slangvi.predict import functional_samples
+
+__all__ = ["BaseSLANG"]
+
+# Numbers that draws of outputs for one chunk of rows may have.
+_CHUNK = 1 << 24
+_FLOATS = (np.float64, np.float32)
+
+
+class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
+    """Parameters and training; see `SLANGClassifier` for what they mean."""
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Any = (50,),
+        activation: str = "relu",
+        *,
+        rank: int = 4,
+        prior_precision: Any = 1.0,
+        learning_rate_init: float = 0.02,
+        precision_learning_rate_init: float = 0.02,
+        init_precision: Any = 10.0,
+        mc_samples: int = 4,
+        batch_size: int | str = "auto",
+        max_iter: int = 100,
+        predict_samples: int = 64,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 10,
+        tol: float = 1e-4,
+        standardize: bool = True,
+        module: nn.Module | Callable[[int, int], nn.Module] | None = None,
+        num_data: float | None = None,
+        warm_start: bool = False,
+        random_state: Any = None,
+        device: str | torch.device = "cpu",
+        verbose: bool | Callable[[str], None] = False,
+    ) -> None:
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.activation = activation
+        self.rank = rank
+        self.prior_precision = prior_precision
+        self.learning_rate_init = learning_rate_init
+        self.precision_learning_rate_init = precision_learning_rate_init
+        self.init_precision = init_precision
+        self.mc_samples = mc_samples
+        self.batch_size = batch_size
+        self.max_iter = max_iter
+        self.predict_samples = predict_samples
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.n_iter_no_change = n_iter_no_change
+        self.tol = tol
+        self.standardize = standardize
+        self.module = module
+        self.num_data = num_data
+        self.warm_start = warm_start
+        self.random_state = random_state
+        self.device = device
+        self.verbose = verbose
+
+    @property
+    def posterior_(self) -> LowRankPrecisionNormal:
+        """The Gaussian over the weights of `module_`, for scaled inputs: `slangvi.predictive_samples` takes both."""
+        check_is_fitted(self)
+        return slang.posterior(self.state_)
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "state_")
+
+    # ---- what the two differ in ----
+
+    @abstractmethod
+    def _targets(self, y: Array, weights: Array, first: bool) -> Array:
+        """Targets as they are trained on; learns classes or scales from the first ones."""
+
+    @abstractmethod
+    def _num_outputs(self) -> int:
+        """C."""
+
+    @abstractmethod
+    def _noise(self, rows: Rows) -> Noise | None:
+        """The noise to begin with."""
+
+    @abstractmethod
+    def _nll(self, draws: Tensor, y: Tensor, noise: Noise | None) -> Tensor:
+        """−log of the averaged likelihood of each row, for draws of the outputs (S, n, C), (n,)."""
+
+    # ---- training ----
+
+    def _fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> Any:
+        recipe = self._checked()
+        go_on = self.warm_start and hasattr(self, "state_")
+        X, y, weights = self._validated(X, y, sample_weight, not go_on, options)
+        if not go_on:
+            self._forget()
+        generators = self._generators()
+        whole = self._rows(X, y, weights, generators[0], not go_on)
+        rows, held = self._split(whole, generators[0]) if self.early_stopping else (whole, None)
+        training = self._training(rows, recipe, go_on)
+        patience = None if held is None else Patience(self._loss_on(held), self.tol, self.n_iter_no_change)
+        losses = training.run(rows, self.max_iter, generators, falling=True, patience=patience, report=self._report())
+        self.loss_curve_ = losses
+        self.n_iter_ = len(losses)
+        self.n_samples_seen_ = whole.total
+        if patience is not None:
+            self.validation_nll_, self.best_validation_nll_ = patience.losses, patience.best
+        self._keep(training)
+        return self
+
+    def _partial_fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> Any:
+        recipe, first = self._checked(), not hasattr(self, "state_")
+        X, y, weights = self._validated(X, y, sample_weight, first, options)
+        generators = self._generators()
+        rows = self._rows(X, y, weights, generators[0], first)
+        training = self._training(rows, recipe, not first)
+        seen = getattr(self, "n_samples_seen_", 0.0) + rows.total
+        num_data = seen if self.num_data is None else float(self.num_data)
+        losses = training.run(rows, 1, generators, falling=False, num_data=num_data, report=self._report())
+        self.n_samples_seen_ = seen
+        self.loss_curve_ = [*getattr(self, "loss_curve_", []), *losses]
+        self.n_iter_ = len(self.loss_curve_)
+        self._keep(training)
+        return self
+
+    def _checked(self) -> Recipe:
+        """Parameters, checked when they are needed and not before, as scikit-learn wants it."""
+        layer_sizes(self.hidden_layer_sizes)
+        _checks.choice("activation", self.activation, tuple(ACTIVATIONS))
+        _checks.count("max_iter", self.max_iter)
+        _checks.count("predict_samples", self.predict_samples)
+        _checks.count("n_iter_no_change", self.n_iter_no_change)
+        _checks.number("validation_fraction", self.validation_fraction, 0.0, 1.0)
+        _checks.number("tol", self.tol, 0.0, closed="low")
+        for name in ("early_stopping", "standardize", "warm_start"):
+            _checks.flag(name, getattr(self, name))
+        if self.num_data is not None:
+            _checks.number("num_data", self.num_data, 0.0)
+        auto, hint = self.batch_size == "auto", "Or 'auto', which is 8 to 32."
+        return Recipe(
+            rank=_checks.count("rank", self.rank, least=0),
+            prior_precision=self.prior_precision,
+            lr=_checks.rate("learning_rate_init", self.learning_rate_init),
+            precision_lr=_checks.rate("precision_learning_rate_init", self.precision_learning_rate_init, 1.0),
+            init_precision=self.init_precision,
+            mc_samples=_checks.count("mc_samples", self.mc_samples),
+            batch_size=None if auto else _checks.count("batch_size", self.batch_size, hint=hint),
+        )
+
+    def _validated(
+        self, X: Any, y: Any, sample_weight: Any, reset: bool, options: dict[str, Any]
+    ) -> tuple[Array, Array, Array]:
+        X, y = validate_data(self, X, y, dtype=_FLOATS, reset=reset, **options)
+        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        if not weights.sum() > 0:
+            raise ValueError("sample_weight must have a positive sum, got zeros. Leave it out to count rows alike.")
+        return X, y, weights
+
+    def _rows(self, X: Array, y: Array, weights: Array, generator: torch.Generator, first: bool) -> Rows:
+        """Scaled tensors on the device, without rows that count for nothing; the first ones decide scales and sizes."""
+        counts = weights > 0
+        targets = self._targets(y, weights, first)[counts]
+        X, weights = X[counts], weights[counts]
+        if first:
+            self.input_scale_ = Scale.of(X, weights) if self.standardize else Scale.none(X.shape[1])
+            self.module_ = self._made(X.shape[1], generator, torch.from_numpy(X[:0]).dtype)
+        goal = torch.from_numpy(np.ascontiguousarray(targets)).to(self.device)
+        goal = goal.to(input_dtype(self.module_)) if goal.is_floating_point() else goal
+        return Rows(self._inputs(X), goal, torch.from_numpy(weights))
+
+    def _inputs(self, X: Array) -> Tensor:
+        """Scaled rows as the module takes them."""
+        scaled = torch.from_numpy(np.ascontiguousarray(self.input_scale_.apply(X)))
+        return scaled.to(self.device, input_dtype(self.module_))
+
+    def _made(self, features: int, generator: torch.Generator, dtype: torch.dtype) -> nn.Module:
+        outputs = self._num_outputs()
+        if self.module is None:
+            hidden = layer_sizes(self.hidden_layer_sizes)
+            made: nn.Module = mlp(features, hidden, outputs, self.activation, dtype, generator)
+        else:
+            made = made_module(self.module, features, outputs, generator)
+        return made.to(self.device).train()
+
+    def _split(self, rows: Rows, generator: torch.Generator) -> tuple[Rows, Rows]:
+        """Rows to train on, and rows to stop by."""
+        count = len(rows.x)
+        held = max(1, round(self.validation_fraction * count))
+        if held >= count:
+            raise ValueError(
+                f"early_stopping holds out {held} of {count} rows (n_samples={count}), which leaves none to train on. "
+                "Lower validation_fraction or give more rows."
+            )
+        order = torch.randperm(count, generator=generator)
+        places = order[held:], order[:held]
+        parts = [Rows(rows.x[p.to(rows.x.device)], rows.y[p.to(rows.y.device)], rows.weights[p]) for p in places]
+        return parts[0], parts[1]
+
+    def _training(self, rows: Rows, recipe: Recipe, go_on: bool) -> Training:
+        if go_on:
+            return Training(self.module_, recipe, self._kept_noise(), self.state_)
+        with torch.no_grad():
+            check_outputs(self.module_(rows.x[:2]), len(rows.x[:2]), self._num_outputs())
+        return Training(self.module_, recipe, self._noise(rows), None)
+
+    def _keep(self, training: Training) -> None:
+        self.state_ = lean(training.state)
+        self._last_noise = training.noise
+
+    def _kept_noise(self) -> Noise | None:
+        noise: Noise | None = self._last_noise
+        return None if noise is None else noise.copy()
+
+    def _forget(self) -> None:
+        """What an earlier fit left behind, so that the next one does not depend on it."""
+        for name in [name for name in vars(self) if name.endswith("_") or name in ("_source", "_predict_seed")]:
+            if name not in ("n_features_in_", "feature_names_in_"):
+                delattr(self, name)
+
+    def _generators(self) -> tuple[torch.Generator, torch.Generator]:
+        """Sources for the order of rows and for draws; later calls on a fitted estimator go on where these ended."""
+        if not hasattr(self, "_source"):
+            self._source = check_random_state(self.random_state)
+            self._predict_seed = int(self._source.randint(2**31 - 1))
+        seeds = [int(self._source.randint(2**31 - 1)) for _ in range(2)]
+        first, second = torch.Generator(), torch.Generator(torch.device(self.device))
+        return first.manual_seed(seeds[0]), second.manual_seed(seeds[1])
+
+    def _report(self) -> Callable[[str], None] | None:
+        if callable(self.verbose):
+            return self.verbose
+        return (lambda line: _write(f"[{type(self).__name__}] {line}\n")) if self.verbose else None
+
+    # ---- prediction ----
+
+    def _draws(self, X: Any) -> Iterator[Tensor]:
+        """Outputs at draws of the weights, (S, m, C) for chunks of rows; the same draws for every row and call."""
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=_FLOATS, reset=False)
+        samples = _checks.count("predict_samples", self.predict_samples)
+        x = self._inputs(X)
+        step = max(1, _CHUNK // (samples * self._num_outputs()))
+        for start in range(0, len(x), step):
+            yield self._drawn(x[start : start + step], self.state_, samples)
+
+    def _drawn(self, x: Tensor, state: slang.State, samples: int) -> Tensor:
+        generator = torch.Generator(x.device).manual_seed(self._predict_seed)
+        return functional_samples(self.module_, slang.posterior(state), x, samples, generator=generator)
+
+    def _loss_on(self, held: Rows) -> Callable[[slang.State, Noise | None], float]:
+        """Mean −log predictive density of held-out rows."""
+
+        def loss(state: slang.State, noise: Noise | None) -> float:
+            values = self._nll(self._drawn(held.x, state, self.predict_samples), held.y, noise).cpu()
+            return float((held.weights * values).sum() / held.weights.sum())
+
+        return loss
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(line)

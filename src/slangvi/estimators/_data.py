@@ -1,0 +1,67 @@
+"""Scales of columns and the order of rows, where a row may count for more or less than one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["Array", "Scale", "order_of"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and standard deviation of every column.
+
+    Args:
+        mean: (D,).
+        scale: (D,), 1 where a column is constant.
+    """
+
+    mean: Array
+    scale: Array
+
+    @classmethod
+    def of(cls, values: Array, weights: Array) -> Scale:
+        """Weighted moments, equal to those of repeated rows; a constant column keeps its scale."""
+        share = weights / weights.sum()
+        constant = (values == values[0]).all(0)
+        mean = np.where(constant, values[0], share @ values)
+        spread = np.sqrt(share @ (values - mean) ** 2)
+        return cls(mean.astype(values.dtype), np.where(constant | (spread == 0), 1.0, spread).astype(values.dtype))
+
+    @classmethod
+    def none(cls, columns: int) -> Scale:
+        """Leaves values as they are."""
+        return cls(np.zeros(columns), np.ones(columns))
+
+    def apply(self, values: Array) -> Array:
+        """(values − mean) / scale."""
+        return (values - self.mean) / self.scale
+
+
+def order_of(cumulative: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    r"""Rows for one pass over the data, each as often as its weight says, in random order.
+
+    Row i comes ⌊K wᵢ/W⌋ or one more time among K, and K wᵢ/W times on average (systematic sampling). With equal
+    weights and K = n that is a permutation; with whole weights and K = W, the rows repeated.
+
+    Args:
+        cumulative: w₁, w₁ + w₂, …, W, (n,).
+        count: K.
+        generator: source of randomness.
+
+    Example:
+        >>> order_of(torch.tensor([1.0, 2.0, 6.0]), 6, torch.Generator().manual_seed(0)).sort().values
+        tensor([0, 1, 2, 2, 2, 2])
+    """
+    start = torch.rand((), generator=generator, dtype=cumulative.dtype)
+    places = (torch.arange(count, dtype=cumulative.dtype) + start) * (cumulative[-1] / count)
+    rows = torch.searchsorted(cumulative, places, right=True).clamp_max(len(cumulative) - 1)
+    return rows[torch.randperm(count, generator=generator)]

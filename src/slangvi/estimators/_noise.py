@@ -1,0 +1,86 @@
+"""The noise of real targets: given, or learnt beside the posterior."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slangvi.types import Params
+
+__all__ = ["Noise"]
+
+# Least share of the targets' variance that learnt noise may have: beyond it float32 has nothing left to learn from.
+_LEAST = 1e-6
+# Share of the targets' variance that learnt noise starts at.
+_START = 0.1
+# Steps that the running mean of squared residuals looks back on, at least.
+_WINDOW = 20
+
+
+class Noise:
+    r"""Gaussian noise around the outputs, with one variance for each target column.
+
+    Learnt noise is a point estimate. For a fixed posterior the expected log-likelihood is largest at
+
+    $$ \sigma^2 = \tfrac1N \sum_i \mathbb E_q\bigl[(y_i - f(x_i, \theta))^2\bigr]
+       = \tfrac1N \sum_i \bigl[(y_i - \mathbb E f_i)^2 + \operatorname{Var} f_i\bigr], $$
+
+    residuals plus predictive variance. Every step sees squared residuals of its minibatch at its own draws of the
+    weights, whose mean $v_t$ estimates that without bias, and σ² follows it: σ² ← (1 − ρ)σ² + ρ vₜ with
+    ρ = 1/max(20, steps per epoch), between a millionth of the targets' variance and the whole of it.
+
+    It starts at a tenth of that variance, and waits for part of the first fit before it follows. A network that knows
+    nothing yet explains all as noise; with noise that large the likelihood is flat, and it would go on knowing nothing.
+
+    With several target columns what is learnt is one number on their standardised scale.
+
+    Args:
+        variance: σ² of each column on the scale that is trained on, (K,).
+        ceiling: variance of the targets on that scale, averaged over columns; None holds σ² as it is.
+    """
+
+    def __init__(self, variance: Tensor, ceiling: float | None = None) -> None:
+        self.variance = variance
+        self.ceiling = ceiling
+
+    @classmethod
+    def unknown(cls, spread: float, like: Tensor) -> Noise:
+        """Noise to be learnt for targets of that variance, with a number for every entry of `like` (K,)."""
+        return cls(torch.full_like(like, _START * spread), spread)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Of each row: ½ Σₖ (−log 2πσₖ² − (y − f)²/σₖ²), (..., M)."""
+        constant = (2 * math.pi * self.variance).log()
+        return -0.5 * (constant + (targets - outputs).square() / self.variance).sum(-1)
+
+    def of(self, module: nn.Module) -> Callable[[Params, tuple[Any, Tensor]], Tensor]:
+        """The log-likelihood of a module with this noise, as it is at the time of the call."""
+
+        def log_likelihood(params: Params, batch: tuple[Any, Tensor]) -> Tensor:
+            x, y = batch
+            return self.log_prob(torch.func.functional_call(module, dict(params), (x,)), y)
+
+        return log_likelihood
+
+    def follow(self, log_likelihood: float, steps_per_epoch: int) -> None:
+        """Take over what a step saw.
+
+        Args:
+            log_likelihood: mean over its rows, from which the mean squared residual is read back.
+            steps_per_epoch: sets how far the running mean looks back.
+        """
+        if self.ceiling is None:
+            return
+        variance = float(self.variance[0])
+        seen = variance * (-2.0 * log_likelihood / len(self.variance) - math.log(2 * math.pi * variance))
+        rate = 1.0 / max(_WINDOW, steps_per_epoch)
+        moved = (1.0 - rate) * variance + rate * seen
+        self.variance = torch.full_like(self.variance, min(max(moved, _LEAST * self.ceiling), self.ceiling))
+
+    def copy(self) -> Noise:
+        """The same, which later steps do not change."""
+        return Noise(self.variance, self.ceiling)

@@ -1,0 +1,197 @@
+"""Epochs of SLANG on rows in memory, with early stopping; nothing here knows scikit-learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slangvi._steps import Cosine, Schedule
+from slangvi.errors import NumericalError
+from slangvi.estimators._data import order_of
+from slangvi.estimators._noise import Noise
+from slangvi.likelihoods import Categorical
+from slangvi.methods import slang
+from slangvi.types import Transform
+
+__all__ = ["Patience", "Recipe", "Rows", "Training", "lean"]
+
+# Share of a first fit for which learnt noise stays where it starts.
+_HOLD = 0.3
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Examples, and what each counts for.
+
+    Args:
+        x: (n, D).
+        y: (n,) labels or (n, K) targets.
+        weights: (n,), positive.
+    """
+
+    x: Tensor
+    y: Tensor
+    weights: Tensor
+
+    @property
+    def total(self) -> float:
+        """What they count for together."""
+        return float(self.weights.sum())
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train; see `SLANGClassifier`."""
+
+    rank: int
+    prior_precision: Any
+    lr: float
+    precision_lr: float
+    init_precision: Any
+    mc_samples: int
+    batch_size: int | None
+
+    def rows_per_step(self, rows: int) -> int:
+        """M for so many rows: as given, or an eighth of them, between 8 and 32."""
+        return min(rows, self.batch_size or min(32, max(8, rows // 8)))
+
+
+@dataclass
+class Patience:
+    """Early stopping: validation losses, the best of them, and what was best.
+
+    Args:
+        loss: (state, noise) → validation loss.
+        tol: a loss must be less than the best by so much to count.
+        most: epochs without such a loss before training stops.
+    """
+
+    loss: Callable[[slang.State, Noise | None], float]
+    tol: float
+    most: int
+
+    def __post_init__(self) -> None:
+        self.losses: list[float] = []
+        self.best = float("inf")
+        self.kept: tuple[slang.State, Noise | None] | None = None
+        self._since = 0
+
+    def exhausted(self, state: slang.State, noise: Noise | None) -> bool:
+        """Look at the state after an epoch, and say whether to stop."""
+        self.losses.append(self.loss(state, noise))
+        self._since = 0 if self.losses[-1] < self.best - self.tol else self._since + 1
+        if self.losses[-1] < self.best:
+            self.best, self.kept = self.losses[-1], (state, None if noise is None else noise.copy())
+        return self._since >= self.most
+
+
+class Training:
+    """A module on its way.
+
+    Args:
+        module: the network; its parameters are where training starts, and are not changed.
+        recipe: how to train.
+        noise: of real targets; None for classes.
+        state: to go on from; None starts anew.
+    """
+
+    def __init__(self, module: nn.Module, recipe: Recipe, noise: Noise | None, state: slang.State | None) -> None:
+        self.module, self.recipe, self.noise = module, recipe, noise
+        self._hold = 0
+        self.state: slang.State = self._method(1, recipe.lr, recipe.precision_lr, 1.0).init(self._params())
+        if state is not None:
+            self.state = state
+
+    def run(
+        self,
+        rows: Rows,
+        epochs: int,
+        generators: tuple[torch.Generator, torch.Generator],
+        falling: bool,
+        num_data: float | None = None,
+        patience: Patience | None = None,
+        report: Callable[[str], None] | None = None,
+    ) -> list[float]:
+        """Train, and return the mean negative log-likelihood of each epoch.
+
+        Args:
+            rows: to train on.
+            epochs: at most.
+            generators: of the order of rows, on the CPU, and of draws, on the device of the module.
+            falling: let the rates fall along a half cosine over all epochs; else they keep their start values.
+            num_data: N; None takes what the rows count for.
+            patience: early stopping.
+            report: called with a line for every epoch.
+        """
+        size = self.recipe.rows_per_step(len(rows.x))
+        per_epoch = -(-len(rows.x) // size)
+        alpha, beta = self._rates(per_epoch * epochs, falling)
+        # The methods take a whole N; a fraction goes where it is divided by.
+        temperature = len(rows.x) / (rows.total if num_data is None else num_data)
+        method = self._method(len(rows.x), alpha, beta, temperature)
+        # Learnt noise waits until a new network knows something; see `Noise`.
+        self._hold = round(_HOLD * per_epoch * epochs) if falling and self.state.step == 0 else 0
+        cumulative, losses = rows.weights.double().cumsum(0).cpu(), []
+        for epoch in range(1, epochs + 1):
+            order = order_of(cumulative, per_epoch * size, generators[0]).to(rows.x.device)
+            try:
+                losses.append(self._epoch(method, rows, order.split(size), generators[1]))
+            except NumericalError as error:
+                raise NumericalError(_advice(epoch, self.recipe, error)) from error
+            stop = patience is not None and patience.exhausted(self.state, self.noise)
+            if report is not None:
+                held = "" if patience is None else f", validation nll {patience.losses[-1]:.4f}"
+                report(f"epoch {epoch} of {epochs}: nll {losses[-1]:.4f}{held}")
+            if stop:
+                break
+        if patience is not None and patience.kept is not None:
+            self.state, self.noise = patience.kept
+        return losses
+
+    def _epoch(self, method: Transform, rows: Rows, batches: tuple[Tensor, ...], generator: torch.Generator) -> float:
+        total = 0.0
+        for picked in batches:
+            self.state, info = method.update(self.state, (rows.x[picked], rows.y[picked]), generator=generator)
+            seen = info.expected_log_likelihood / len(rows.x)
+            total -= seen
+            if self.noise is not None and self.state.step > self._hold:
+                self.noise.follow(seen, len(batches))
+        return total / len(batches)
+
+    def _rates(self, steps: int, falling: bool) -> tuple[Schedule, Schedule]:
+        alpha, beta, start = self.recipe.lr, self.recipe.precision_lr, self.state.step
+        return (Cosine(alpha, steps, start), Cosine(beta, steps, start)) if falling else (alpha, beta)
+
+    def _params(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def _method(self, num_data: int, alpha: Schedule, beta: Schedule, temperature: float) -> Transform:
+        recipe = self.recipe
+        return slang.build(
+            (Categorical() if self.noise is None else self.noise).of(self.module),
+            num_data=num_data,
+            rank=recipe.rank,
+            lr=alpha,
+            precision_lr=beta,
+            prior_precision=recipe.prior_precision,
+            init_precision=recipe.init_precision,
+            mc_samples=recipe.mc_samples,
+            temperature=temperature,
+            model=self.module,
+        )
+
+
+def _advice(epoch: int, recipe: Recipe, error: NumericalError) -> str:
+    return (
+        f"fit met NaN or Inf in epoch {epoch}: {error} The estimator is not fitted. Lower learning_rate_init (it is "
+        f"{recipe.lr:g}), raise prior_precision or init_precision, keep standardize=True, or give float64 data."
+    )
+
+
+def lean(state: slang.State) -> slang.State:
+    """The state without what can be computed from it, to be kept and pickled."""
+    return replace(state)

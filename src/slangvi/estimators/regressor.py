@@ -1,0 +1,208 @@
+"""A regressor with scikit-learn's interface, which knows how sure it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import RegressorMixin
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi.estimators._base import BaseSLANG
+from slangvi.estimators._data import Array, Scale
+from slangvi.estimators._noise import Noise
+from slangvi.estimators._training import Rows
+
+__all__ = ["SLANGRegressor"]
+
+
+class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
+    """A neural network for real targets, trained by SLANG, with the noise learnt or given.
+
+    Inputs and targets are standardised inside. `SLANGClassifier` says more about the arguments and attributes that both
+    have. Several target columns are learnt by one network; learnt noise is then one number on their standardised scale.
+
+    Args:
+        hidden_layer_sizes: widths of the hidden layers; () is a linear model.
+        activation: "relu", "tanh", "logistic", "gelu", "silu" or "identity".
+        noise: "learn", or the standard deviation of the noise on the scale of y.
+        rank: L.
+        prior_precision: λ.
+        learning_rate_init: α at the start.
+        precision_learning_rate_init: β at the start.
+        init_precision: d at the start.
+        mc_samples: S.
+        batch_size: rows per step; "auto" is 8 to 32.
+        max_iter: epochs.
+        predict_samples: draws of the weights to predict with.
+        early_stopping: stop by the nll of held-out rows.
+        validation_fraction: share of the rows held out.
+        n_iter_no_change: epochs without improvement before training stops.
+        tol: least improvement that counts.
+        standardize: standardise inputs and targets over the training rows.
+        module: a `torch.nn.Module`, or a function (features, outputs) → module; returns one number per target column,
+            (n, K).
+        num_data: N for `partial_fit`.
+        warm_start: let `fit` go on from the last state.
+        random_state: seed, `numpy.random.RandomState` or None.
+        device: where to train and predict.
+        verbose: True writes a line per epoch to standard error; a function is called with it instead.
+
+    Attributes:
+        noise_std_: standard deviation of the noise on the scale of y; (K,) for several target columns.
+        target_scale_: mean and scale of the target columns.
+
+    Example:
+        >>> X = np.linspace(-1, 1, 40).reshape(-1, 1)
+        >>> reg = SLANGRegressor(hidden_layer_sizes=(), mc_samples=1, random_state=0).fit(X, 3 * X[:, 0] + 7)
+        >>> mean, std = reg.predict([[0.5]], return_std=True)
+        >>> mean.round(1), bool(std < 0.5)
+        (array([8.5]), True)
+    """
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Any = (50,),
+        activation: str = "relu",
+        *,
+        noise: float | str = "learn",
+        rank: int = 4,
+        prior_precision: Any = 1.0,
+        learning_rate_init: float = 0.1,
+        precision_learning_rate_init: float = 0.05,
+        init_precision: Any = 10.0,
+        mc_samples: int = 4,
+        batch_size: int | str = "auto",
+        max_iter: int = 100,
+        predict_samples: int = 64,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 10,
+        tol: float = 1e-4,
+        standardize: bool = True,
+        module: nn.Module | Callable[[int, int], nn.Module] | None = None,
+        num_data: float | None = None,
+        warm_start: bool = False,
+        random_state: Any = None,
+        device: str | torch.device = "cpu",
+        verbose: bool | Callable[[str], None] = False,
+    ) -> None:
+        super().__init__(
+            hidden_layer_sizes,
+            activation,
+            rank=rank,
+            prior_precision=prior_precision,
+            learning_rate_init=learning_rate_init,
+            precision_learning_rate_init=precision_learning_rate_init,
+            init_precision=init_precision,
+            mc_samples=mc_samples,
+            batch_size=batch_size,
+            max_iter=max_iter,
+            predict_samples=predict_samples,
+            early_stopping=early_stopping,
+            validation_fraction=validation_fraction,
+            n_iter_no_change=n_iter_no_change,
+            tol=tol,
+            standardize=standardize,
+            module=module,
+            num_data=num_data,
+            warm_start=warm_start,
+            random_state=random_state,
+            device=device,
+            verbose=verbose,
+        )
+        self.noise = noise
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SLANGRegressor:
+        """Learn a posterior from rows X (n, D) and targets y, (n,) or (n, K).
+
+        Args:
+            X: array, DataFrame or nested list of numbers.
+            y: real numbers.
+            sample_weight: what each row counts for; a weight of 2 is the row given twice, 0 leaves it out.
+        """
+        fitted: SLANGRegressor = self._fit(X, y, sample_weight, {"multi_output": True, "y_numeric": True})
+        return fitted
+
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SLANGRegressor:
+        """One pass over more rows, with the rates at their start values; the first rows given decide the scales.
+
+        Args:
+            X: rows.
+            y: targets.
+            sample_weight: as in `fit`.
+        """
+        fitted: SLANGRegressor = self._partial_fit(X, y, sample_weight, {"multi_output": True, "y_numeric": True})
+        return fitted
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Mean of the targets, and the standard deviation of a new one, noise included.
+
+        Args:
+            X: rows, (n, D).
+            return_std: return the standard deviation too.
+
+        Returns:
+            The mean, or mean and standard deviation, each of shape (n,), or (n, K) as y had it.
+        """
+        chunks = [(draws.mean(0), draws.var(0, correction=min(1, len(draws) - 1))) for draws in self._draws(X)]
+        scale, mean = self.target_scale_, torch.cat([chunk[0] for chunk in chunks]).cpu().numpy()
+        mean = self._shaped(mean * scale.scale + scale.mean)
+        if not return_std:
+            return mean
+        noise = self._kept_noise()
+        assert noise is not None
+        variance = torch.cat([chunk[1] for chunk in chunks]) + noise.variance
+        return mean, self._shaped(variance.sqrt().cpu().numpy() * scale.scale)
+
+    @property
+    def noise_std_(self) -> Any:
+        """Standard deviation of the noise on the scale of y."""
+        noise = self._kept_noise()
+        assert noise is not None
+        std = noise.variance.sqrt().cpu().numpy() * self.target_scale_.scale
+        return float(std[0]) if self._one_column else std
+
+    def _shaped(self, values: Array) -> Array:
+        return values[:, 0] if self._one_column else values
+
+    def _targets(self, y: Array, weights: Array, first: bool) -> Array:
+        columns = np.asarray(y, dtype=np.float64).reshape(len(y), -1)
+        if first:
+            counts, self._one_column = weights > 0, y.ndim == 1
+            scaled = Scale.of(columns[counts], weights[counts])
+            self.target_scale_ = scaled if self.standardize else Scale.none(columns.shape[1])
+        elif columns.shape[1] != len(self.target_scale_.mean):
+            raise ValueError(
+                f"y has {columns.shape[1]} columns, but this estimator began with {len(self.target_scale_.mean)}. "
+                "Give the same columns, or fit anew with warm_start=False."
+            )
+        return self.target_scale_.apply(columns)
+
+    def _num_outputs(self) -> int:
+        return len(self.target_scale_.mean)
+
+    def _noise(self, rows: Rows) -> Noise | None:
+        # Rows are weighted here as in the scale, so that standardised targets have variance 1.
+        share = (rows.weights / rows.total).to(rows.y)
+        spread = float((share @ (rows.y - share @ rows.y).square()).mean()) or 1.0
+        if self.noise == "learn":
+            return Noise.unknown(spread, rows.y[0])
+        given = _checks.number(
+            "noise", self.noise, 0.0, hint='It is a standard deviation on the scale of y, or "learn".'
+        )
+        scale = torch.from_numpy(self.target_scale_.scale).to(rows.y)
+        return Noise((given / scale).square())
+
+    def _nll(self, draws: Tensor, y: Tensor, noise: Noise | None) -> Tensor:
+        assert noise is not None
+        return math.log(len(draws)) - torch.logsumexp(noise.log_prob(draws, y), 0)

@@ -1,0 +1,243 @@
+r"""Predictions of the model linearised around the mean weights: a Gaussian over outputs, in closed form.
+
+$$ f(x, \theta) \approx f(x, \mu) + J(x)(\theta - \mu), \qquad
+   f(x) \sim \mathcal N\bigl(f(x, \mu),\; J(x)\,(UU^\top + \mathrm{diag}\,d)^{-1} J(x)^\top\bigr) $$
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slangvi import _checks
+from slangvi.distributions import Posterior
+from slangvi.errors import NumericalError
+from slangvi.grads.dense import batch_size, slice_batch
+from slangvi.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, likelihood_named
+from slangvi.linalg.noise import standard_normal
+from slangvi.predict._jacobians import Jacobians
+from slangvi.predict.samples import evaluating, spec_of
+
+__all__ = ["LinearisedPredictive", "linearised_predictive", "probit_softmax"]
+
+# Bytes of a chunk of Jacobians when nothing is said.
+_CHUNK_BYTES = 1 << 28
+# Shares of the largest variance added to a covariance until it has a Cholesky factor.
+_JITTERS = (0.0, 1e-12, 1e-9, 1e-6, 1e-4)
+
+
+@dataclass(frozen=True)
+class LinearisedPredictive:
+    """A Gaussian over the outputs of every row, and the predictive it makes.
+
+    Args:
+        loc: outputs at the mean weights, (n, ...), C numbers for every row.
+        covariance: of the outputs, flattened, under the posterior, (n, C, C).
+        noise_variance: of the targets around the outputs; 0 for classes.
+        probs: class probabilities, (n, ...); None for real targets.
+    """
+
+    loc: Tensor
+    covariance: Tensor
+    noise_variance: float
+    probs: Tensor | None
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """Variance of every output under the posterior, (n, ...)."""
+        return self.covariance.diagonal(dim1=-2, dim2=-1).reshape(self.loc.shape)
+
+    @property
+    def variance(self) -> Tensor:
+        """The same with the noise: that of a target, (n, ...)."""
+        return self.epistemic_variance + self.noise_variance
+
+    @property
+    def stddev(self) -> Tensor:
+        """Root of the variance, (n, ...)."""
+        return self.variance.sqrt()
+
+
+def linearised_predictive(
+    model: nn.Module,
+    posterior: Posterior,
+    x: Any,
+    *,
+    likelihood: str | Likelihood = "categorical",
+    link: str = "probit",
+    n_samples: int = 1000,
+    memory_limit: int | None = None,
+    generator: torch.Generator | None = None,
+) -> LinearisedPredictive:
+    r"""The predictive of the model linearised around the mean weights; exact for models linear in their weights.
+
+    $$ \Sigma_f = J\,(UU^\top + \mathrm{diag}\,d)^{-1} J^\top = W W^\top, \qquad W = J A \;(C \times P) $$
+
+    with J the Jacobian of one row's C outputs, and A the root of the covariance that draws use, applied through the
+    factorised precision: no P×P matrix is formed unless the posterior has one. Real targets get the noise on top.
+    For C classes the expected softmax has no closed form: see `probit_softmax` for the approximation of
+    `link="probit"`; `link="mc"` averages the link over draws of the C outputs, the same noise for every row. For two
+    classes by one logit the expectation is taken by quadrature, whatever the link.
+
+    Rows are taken as many at a time as fit `memory_limit`. The result does not depend on that, nor on the order of
+    the rows. The model runs in eval mode; its weights, mode and gradients are left as they were.
+
+    Args:
+        model: the module the posterior belongs to; called with one row at a time under `torch.func.vmap`, or row by
+            row where vmap cannot follow.
+        posterior: `opt.posterior` or `slangvi.slang.posterior(state)`, any Gaussian of the library.
+        x: inputs with n rows: a tensor, or a tuple (positional arguments) or dict (keyword arguments) of tensors.
+        likelihood: "categorical", "bernoulli", or a `Likelihood`; for real targets `slangvi.Gaussian(τ)`, or
+            "gaussian" for τ = 1.
+        link: "probit" or "mc".
+        n_samples: draws of the outputs for `link="mc"`.
+        memory_limit: bytes that Jacobians in the making may take, 256 MiB when None; one row is always taken.
+            `slangvi.estimate_prediction_memory` tells the peak beforehand.
+        generator: source of randomness for `link="mc"`; None uses torch's global one.
+
+    Returns:
+        Mean and covariance of the outputs, noise, and class probabilities.
+
+    Example:
+        >>> import slangvi
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> q = slangvi.LowRankPrecisionNormal(torch.ones(1), torch.zeros(1, 1), torch.tensor([4.0]))
+        >>> f = linearised_predictive(model, q, torch.tensor([[2.0]]), likelihood=slangvi.Gaussian(2.0))
+        >>> f.loc, f.epistemic_variance, f.variance
+        (tensor([[2.]]), tensor([[1.]]), tensor([[1.5000]]))
+    """
+    kind = likelihood_named(likelihood)
+    _checks.choice("link", link, ("probit", "mc"))
+    draws = _checks.count("n_samples", n_samples)
+    limit = _CHUNK_BYTES if memory_limit is None else _checks.count("memory_limit", memory_limit)
+    rows, spec = batch_size(x), spec_of(model, posterior)
+    loc, precision = _gaussian(posterior)
+    with torch.no_grad(), evaluating(model):
+        jacobians = Jacobians(model, spec, loc, slice_batch(x, 0, 1))
+        size, step = jacobians.num_outputs, jacobians.rows_within(limit)
+        means, covariances = loc.new_empty(rows, size), loc.new_empty(rows, size, size)
+        for start in range(0, rows, step):
+            piece = slice(start, min(start + step, rows))
+            means[piece], covariances[piece] = _moments(jacobians, precision, slice_batch(x, start, piece.stop))
+        _require_finite(means, covariances)
+        noise = 1.0 / kind.noise_precision if isinstance(kind, Gaussian) else 0.0
+        shape = (rows, *jacobians.output_shape)
+        probs = _probabilities(kind, link, means, covariances, shape, draws, generator)
+    return LinearisedPredictive(means.reshape(shape), covariances, noise, probs)
+
+
+def probit_softmax(mean: Tensor, covariance: Tensor) -> Tensor:
+    r"""Expected softmax of Gaussian logits, approximately.
+
+    $$ p_c \propto \Bigl[\,1 + \sum_{j \ne c} \exp\bigl(-\kappa_{cj}\,(m_c - m_j)\bigr)\Bigr]^{-1}, \qquad
+       \kappa_{cj} = \bigl(1 + \tfrac\pi8 v_{cj}\bigr)^{-1/2}, \quad
+       v_{cj} = \Sigma_{cc} + \Sigma_{jj} - 2\Sigma_{cj} $$
+
+    MacKay's approximation of the logistic by a probit, for every pair of classes. It is his formula for two classes,
+    softmax(m) for Σ = 0, and depends on differences of logits alone, as softmax does: what moves all logits together
+    does not count. With two to five logits of mean 2ε and covariance AAᵀ (A of standard normal numbers) the largest
+    error of a probability is 0.035 on average and was at most 0.13 in 300 problems; with 10 AAᵀ it is 0.07, at most
+    0.23. Scaling every logit by its own variance instead, as is often done, was off by 1.5 to 1.8 times as much.
+
+    Args:
+        mean: m, (..., C).
+        covariance: Σ, (..., C, C).
+
+    Returns:
+        Probabilities that sum to one, (..., C).
+
+    Example:
+        >>> probit_softmax(torch.tensor([2.0, 0.0]), torch.tensor([[9.0, 0.0], [0.0, 0.0]]))
+        tensor([0.7189, 0.2811])
+    """
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    spread = variances.unsqueeze(-1) + variances.unsqueeze(-2) - 2.0 * covariance
+    gaps = mean.unsqueeze(-2) - mean.unsqueeze(-1)  # (..., c, j): m_j − m_c, zero where they meet
+    scores: Tensor = -(gaps * (1.0 + math.pi / 8.0 * spread.clamp_min(0.0)).rsqrt()).logsumexp(-1)
+    return scores.softmax(-1)
+
+
+def _moments(jacobians: Jacobians, precision: Any, x: Any) -> tuple[Tensor, Tensor]:
+    """Mean (m, C) and covariance (m, C, C) of the outputs of m rows; nothing larger outlives the call."""
+    means, jacobian = jacobians(x)
+    white = precision.whiten(jacobian.flatten(0, 1)).unflatten(0, jacobian.shape[:2])
+    return means, white @ white.mT
+
+
+def _gaussian(posterior: Any) -> tuple[Tensor, Any]:
+    """Mean and factorised precision of a Gaussian posterior."""
+    precision = getattr(posterior, "precision", None)
+    if not hasattr(precision, "whiten"):
+        raise TypeError(
+            "posterior must be a Gaussian with a factorised precision (LowRankPrecisionNormal, DensePrecisionNormal), "
+            f"got {type(posterior).__name__}. Use predictive_samples for any other."
+        )
+    return posterior.loc.detach(), precision
+
+
+def _probabilities(
+    kind: Likelihood,
+    link: str,
+    mean: Tensor,
+    covariance: Tensor,
+    shape: tuple[int, ...],
+    draws: int,
+    generator: torch.Generator | None,
+) -> Tensor | None:
+    """What the likelihood makes of Gaussian outputs, (n, ...)."""
+    if isinstance(kind, Gaussian):
+        return None
+    if isinstance(kind, Bernoulli):
+        variances = covariance.diagonal(dim1=-2, dim2=-1)
+        return kind.predictive_from_moments(mean, variances).to(mean.dtype).reshape(shape)
+    if link == "probit":
+        if not isinstance(kind, Categorical) or len(shape) != 2:
+            raise ValueError(
+                f"link='probit' is for one set of class logits per row, (n, C), got outputs {shape} of a "
+                f"{type(kind).__name__} likelihood. Use link='mc'."
+            )
+        return probit_softmax(mean, covariance)
+    return _by_draws(kind, mean, covariance, shape, draws, generator)
+
+
+def _by_draws(
+    kind: Likelihood,
+    mean: Tensor,
+    covariance: Tensor,
+    shape: tuple[int, ...],
+    draws: int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """The link averaged over draws of the outputs; the same noise for every row, whatever their order."""
+    root = _cholesky(covariance)
+    total = mean.new_zeros(())
+    for _ in range(draws):
+        noise = standard_normal(mean.shape[1:], mean, generator)
+        total = total + kind.predictive((mean + root @ noise).reshape(shape))
+    return total / draws
+
+
+def _cholesky(covariance: Tensor) -> Tensor:
+    """Lower factor of covariances that may be singular: logits that always move together."""
+    scale = covariance.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+    eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    tiny = torch.finfo(covariance.dtype).tiny
+    factor: Tensor = covariance
+    for jitter in _JITTERS:
+        factor, failed = torch.linalg.cholesky_ex(covariance + (jitter * scale + tiny) * eye)
+        if not bool(failed.any()):
+            break
+    return factor
+
+
+def _require_finite(means: Tensor, covariances: Tensor) -> None:
+    bad = ~(torch.isfinite(means).all(-1) & torch.isfinite(covariances).flatten(1).all(-1))
+    if bool(bad.any()):
+        raise NumericalError(
+            f"the linearised prediction is not finite for {int(bad.sum())} of {len(bad)} rows, the first is row "
+            f"{int(bad.nonzero()[0])}. Look for NaN, Inf or huge values in the inputs, or use float64."
+        )

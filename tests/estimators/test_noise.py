@@ -1,0 +1,68 @@
+"""The noise: its likelihood, how it is read back from one, and that it finds the truth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from slangvi import Gaussian, SLANGRegressor
+from slangvi.estimators._noise import Noise
+
+
+def test_the_likelihood_is_the_normal_density():
+    outputs, targets = torch.randn(5, 4, 3).double(), torch.randn(4, 3).double()
+    noise = Noise(torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64))
+    expected = torch.distributions.Normal(outputs, noise.variance.sqrt()).log_prob(targets).sum(-1)
+    torch.testing.assert_close(noise.log_prob(outputs, targets), expected)
+    model = nn.Linear(2, 1).double()
+    batch, params = (torch.randn(4, 2).double(), torch.randn(4, 1).double()), dict(model.named_parameters())
+    one = Noise(torch.tensor([0.25], dtype=torch.float64)).of(model)(params, batch)
+    torch.testing.assert_close(one, Gaussian(4.0).of(model)(params, batch))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_squared_residuals_are_read_back_from_the_log_likelihood(columns):
+    outputs, targets = torch.randn(6, columns).double() / 4, torch.zeros(6, columns).double()
+    noise = Noise(torch.full((columns,), 0.3, dtype=torch.float64), 1.0)
+    noise.follow(float(noise.log_prob(outputs, targets).mean()), steps_per_epoch=50)
+    expected = 0.98 * 0.3 + 0.02 * float(outputs.square().mean())
+    torch.testing.assert_close(noise.variance, torch.full((columns,), expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("residual", "bound"), [(0.0, 1e-6 * 2.0), (10.0, 2.0)])
+def test_learnt_noise_stays_between_its_bounds(residual, bound):
+    noise = Noise.unknown(2.0, torch.zeros(1, dtype=torch.float64))
+    assert float(noise.variance) == pytest.approx(0.2)
+    for _ in range(2000):
+        noise.follow(float(noise.log_prob(torch.full((1, 1), residual), torch.zeros(1, 1))), 1)
+    assert float(noise.variance) == pytest.approx(bound)
+
+
+def test_given_noise_does_not_move():
+    noise = Noise(torch.ones(1))
+    noise.follow(-100.0, 1)
+    assert torch.equal(noise.variance, torch.ones(1))
+
+
+def test_a_copy_is_not_moved():
+    noise = Noise.unknown(1.0, torch.zeros(1))
+    kept = noise.copy()
+    noise.follow(-100.0, 1)
+    assert float(kept.variance) == pytest.approx(0.1)
+    assert float(noise.variance) > 0.1
+
+
+@pytest.mark.parametrize(("scale", "std"), [(1.0, 0.2), (100.0, 60.0)])
+def test_known_noise_is_found(scale, std):
+    """A plane under noise: 300 rows leave a standard error of 4 % on the standard deviation."""
+    source = np.random.RandomState(0)
+    X = source.randn(300, 2)
+    y = scale * (X @ [1.0, -0.5]) + 3 * scale + std * source.randn(300)
+    settings = {"max_iter": 30, "learning_rate_init": 0.3, "mc_samples": 1, "rank": 1, "random_state": 0}
+    model = SLANGRegressor(hidden_layer_sizes=(), **settings).fit(X, y)
+    assert model.noise_std_ == pytest.approx(std, rel=0.12)
+    mean, spread = model.predict(X, return_std=True)
+    assert (spread > model.noise_std_).all()
+    assert np.mean(np.abs(y - mean) < spread) == pytest.approx(0.68, abs=0.08)
