@@ -211,6 +211,16 @@ def test_the_rate_falls_along_a_half_cosine():
     assert rate(1) == pytest.approx(0.4 * (1 + np.cos(np.pi / 10)) / 2)
 
 
+@pytest.mark.parametrize(("steps", "lr"), [(100, 0.1), (10_000, 0.02)])
+def test_all_networks_move_as_far_whatever_the_number_of_steps(steps, lr):
+    job, _ = task(steps=steps)
+    assert job.rate("lr").lr == pytest.approx(lr)
+    assert job.rate("precision_lr").lr == pytest.approx(lr / 3)
+    assert job.rate("adam_lr").lr == uci.ADAM_LR
+    total = sum(job.rate("lr")(t) for t in range(1, steps + 1))
+    assert total == pytest.approx(min(100.0, 0.05 * steps), rel=0.02)
+
+
 def test_a_shorter_run_does_not_replace_a_longer_one(settings):
     uci.run(replace(settings, datasets=("yacht",), methods=("bbb",)))
     with pytest.raises(ValueError, match="from a run of 3 epochs and 2 splits"):
@@ -260,7 +270,7 @@ def test_recipes_are_judged_on_data_held_out_of_the_training_part(settings, monk
         assert set(pair.train.tolist()) | set(pair.test.tolist()) == train
     assert [row.metric for row in outcome.rows] == ["validation_rmse"] * 2 + ["validation_log_likelihood"] * 2
     text, _ = uci_stability.section(settings.out, tmp_path)
-    assert "| ours | 0.05 | 0.02 | 10 | ✓ | α, β |" in text
+    assert "| ours | ≤ 0.1 | ≤ 0.033 | 10 | ✓ | α, β |" in text
     assert "| cold | 0.05 | 0.02 | 10 |  | α, β |" in text
 
 
@@ -283,4 +293,4 @@ def test_a_recipe_is_what_the_learner_is_given(name, monkeypatch):
 def test_ours_is_what_the_table_uses():
     common, recipe = uci.chosen(Settings()), uci_stability.RECIPES["ours"]
     assert (common["lr"], common["precision_lr"], common["init_precision"]) == recipe[:3]
-    assert recipe[3:] == (True, ("lr", "precision_lr"))  # the defaults of the learner
+    assert recipe[3:] == (True, ("lr", "precision_lr"), common["total"])  # the defaults of the learner

@@ -103,9 +103,17 @@ class Task:
         outputs: Tensor = torch.func.functional_call(self.model, dict(params), (x,))
         return self.log_prob(outputs, y, tau)
 
+    @property
+    def _share(self) -> float:
+        """What α and β are multiplied by, so that α, falling to nothing, adds up to `total` at most."""
+        total = self.settings.get("total")
+        return 1.0 if total is None else min(1.0, 2.0 * float(total) / (float(self.settings["lr"]) * self.steps))
+
     def rate(self, name: str) -> Cosine | InverseTime | float:
         """A rate of the method's: constant, falling over all steps, or by the paper's schedule where `decay` is set."""
         lr, decay = float(self.settings[name]), self.settings.get("decay")
+        if name in ("lr", "precision_lr"):
+            lr *= self._share
         if name not in self.settings.get("falls", FALLS):
             return lr
         return Cosine(lr, self.steps) if decay is None else InverseTime(lr, float(decay))
