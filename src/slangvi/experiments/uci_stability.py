@@ -55,16 +55,16 @@ RECIPES = {
     "ours": Recipe(uci.LR, uci.PRECISION_LR, 10.0, True, BOTH, uci.TOTAL),
 }
 METHODS = tuple(RECIPES)
-ABOUT = """\
+ABOUT = f"""\
 SLANG at rank 1 with several recipes of rates, 120 epochs on four fifths of each training part, judged on the last
 fifth; τ and λ are in the middle of their boxes. No test data are involved. Four things go wrong:
 
-- *The mean outruns the precision.* It moves by $\\alpha P^{-1} \\hat g$, but a precision that starts at
+- *The mean outruns the precision.* It moves by $\\alpha P^{{-1}} \\hat g$, but a precision that starts at
   $d_0$ hears of the curvature after $1/\\beta$ steps only. With $\\alpha$ well above $\\beta$ the first steps
   overshoot to where gradients are larger still (`faster_mean`, `cold`). `precision_warmup`, the default, takes
   $\\beta_t = \\max(\\beta, 1/(t+1))$, so that the precision averages all it has seen until $\\beta$ is reached.
 - *Rates that stay.* Weights of units that are rarely active lose their precision between two visits, biases down to
-  their prior's $10^{-6}$; now and then a draw far out spoils the mean prediction of a split, though hardly its
+  their prior's $10^{{-6}}$; now and then a draw far out spoils the mean prediction of a split, though hardly its
   likelihood (`warm`, `warm_mean_falls`: a worst split far above the median). Rates that both fall prevent it.
 - *The precision outruns the mean.* Far from the optimum the empirical Fisher grows with the squared residual. If
   $\\beta$ is not smaller than $\\alpha$ it can freeze the mean there (`slow_mean` on Yacht).
@@ -75,7 +75,7 @@ fifth; τ and λ are in the middle of their boxes. No test data are involved. Fo
   unfinished.
 
 `ours` is what the table above uses on all sets: both rates fall, warm, from $\\beta = \\alpha/3$ and an $\\alpha$
-that adds up to 100 in all steps, but is never above 0.1.
+that adds up to {uci.TOTAL:g} in all steps, but is never above {uci.LR}.
 """
 
 
