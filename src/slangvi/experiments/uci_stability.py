@@ -68,7 +68,6 @@ fifth; τ and λ are in the middle of their boxes. No test data are involved. Fo
   likelihood (`warm`, `warm_mean_falls`: a worst split far above the median). Rates that both fall prevent it.
 - *The precision outruns the mean.* Far from the optimum the empirical Fisher grows with the squared residual. If
   $\\beta$ is not smaller than $\\alpha$ it can freeze the mean there (`slow_mean` on Yacht).
-
 - *One rate for all sizes.* The larger the set, the more steps 120 epochs are. A rate that is right for Yacht moves a
   network on Concrete several times as far, where units die one after the other: their biases, with a prior that
   allows anything, wander to where no example reaches them (`fixed`). A rate that is right for Concrete leaves Yacht
