@@ -10,6 +10,7 @@ Throughout, U is stored by rows, as `factor` of shape (..., L, P), because rows 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -133,13 +134,29 @@ class LowRankPrecision:
     def inv_diag(self) -> Tensor:
         """Diagonal of (UUᵀ + diag d)⁻¹, (..., P).
 
-        The subtraction loses digits when U dominates; 1/diag(UUᵀ + diag d) bounds every entry from below.
+        The subtraction loses as many digits as U dominates by, so that everything in it is in float64, some columns at
+        a time; 1/diag(UUᵀ + diag d) bounds every entry from below.
         """
-        scaled = self.factor * self.shrink.unsqueeze(-2)
-        half = torch.linalg.solve_triangular(self.cholesky.to(scaled.dtype), scaled, upper=False)
-        left = 1.0 - half.square().sum(-2)
-        floor = 1.0 / (1.0 + scaled.square().sum(-2))
-        return torch.maximum(left, floor) / self.diag
+        cholesky = self.cholesky if self.diag.dtype == torch.float64 else self._double_cholesky()
+        found = []
+        for scaled, diag in self._double_columns():
+            half = torch.linalg.solve_triangular(cholesky, scaled, upper=False)
+            left, floor = 1.0 - half.square().sum(-2), 1.0 / (1.0 + scaled.square().sum(-2))
+            found.append((torch.maximum(left, floor) / diag).to(self.diag.dtype))
+        return torch.cat(found, -1)
+
+    def _double_columns(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """V by rows and d in float64, for some columns at a time, (..., L, p) and (..., p)."""
+        pairs = zip(self.factor.split(_LONG, -1), self.diag.split(_LONG, -1), strict=True)
+        for factor, diag in ((x.to(torch.float64) for x in pair) for pair in pairs):
+            yield factor * diag.rsqrt().unsqueeze(-2), diag
+
+    def _double_cholesky(self) -> Tensor:
+        """The factor of I + VᵀV for a V that was not rounded."""
+        gram: Tensor | float = sum(scaled @ scaled.mT for scaled, _ in self._double_columns())
+        eye = torch.eye(self.factor.shape[-2], dtype=torch.float64, device=self.diag.device)
+        whole: Tensor = torch.linalg.cholesky_ex(eye + gram).L
+        return whole
 
     def logdet(self) -> Tensor:
         """Log det(UUᵀ + diag d), (...)."""
