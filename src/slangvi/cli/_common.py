@@ -26,7 +26,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(**options)
         except KeyboardInterrupt:
-            click.echo("Interrupted. Nothing was written.", err=True)
+            click.echo("Interrupted.", err=True)
             raise click.exceptions.Exit(130) from None
         except (click.exceptions.ClickException, click.exceptions.Exit):
             raise

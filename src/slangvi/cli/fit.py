@@ -46,8 +46,7 @@ _WORDS = {"nll": "NLL (nats)", "rmse": "RMSE", "accuracy": "accuracy", "ece": "c
 @guarded
 def fit(data: Path, out: Path, max_mb: float, force: bool, quiet: bool, json: bool, **options: Any) -> None:
     """Learn from a table; hold out a fifth of it to see how good the predictions are."""
-    settings = {**options, "hidden": _hidden(options.pop("hidden")), "refit": not options.pop("no_refit")}
-    settings.pop("no_refit", None)
+    options |= {"hidden": _hidden(options["hidden"]), "refit": not options.pop("no_refit")}
     check_new(out / "model.json", force)
     require("fit", sklearn="sklearn")
     import torch
@@ -63,7 +62,7 @@ def fit(data: Path, out: Path, max_mb: float, force: bool, quiet: bool, json: bo
     start, console = perf_counter(), Console(soft_wrap=True)
     table = read_csv(data, max_mb)
     with nullcontext(_silent) if quiet or json else progress_bars(console) as progress:
-        model = fitted(table, Settings(**settings), progress)
+        model = fitted(table, Settings(**options), progress)
     model.record.update(_about(data, options["device"], perf_counter() - start))
     save(model, out)
     if json:

@@ -113,7 +113,7 @@ def _scatter(ax: Any, held: Numbers, y: Array) -> None:
 def _residuals(ax: Any, held: Numbers, y: Array) -> None:
     z = (y - held.mean) / held.std
     ends = max(4.0, float(np.abs(z).max()))
-    ax.hist(z, bins=max(10, min(60, len(z) // 8)), range=(-ends, ends), density=True, color=_BLUE, alpha=0.6)
+    ax.hist(z, bins=max(20, min(60, len(z) // 8)), range=(-ends, ends), density=True, color=_BLUE, alpha=0.6)
     grid = np.linspace(-ends, ends, 300)
     ax.plot(grid, np.exp(-0.5 * grid**2) / np.sqrt(2 * np.pi), color=_RED, lw=1.3, label="standard normal")
     ax.set(xlabel="residual in standard deviations", ylabel="density")
@@ -131,6 +131,8 @@ def _spectrum(ax: Any, model: Model) -> None:
 
 
 def _weights(ax: Any, model: Model) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     std = model.posterior.variance.sqrt().numpy()
     prior = _prior(model) ** -0.5
     low, high = min(float(std.min()), prior), max(float(std.max()), prior)
@@ -138,6 +140,9 @@ def _weights(ax: Any, model: Model) -> None:
     ax.hist(std, bins=bins, color=_BLUE, alpha=0.6)
     ax.axvline(prior, color=_RED, lw=1.3, label="prior")
     ax.set(xlabel="standard deviation", ylabel="weights", xscale="log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_locator(NullLocator())
     ax.legend(fontsize=8, frameon=False)
 
 

@@ -30,6 +30,7 @@ FORMAT, VERSION = "slangvi tabular model", 1
 WEIGHTS, ABOUT = "model.safetensors", "model.json"
 # Numbers that draws of outputs for one chunk of rows may have, and bytes that a description may have.
 _CHUNK, _MOST = 1 << 22, 1 << 28
+_SAMPLES = 10_000
 _SPOILT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 Array = NDArray[Any]
@@ -76,9 +77,11 @@ class Network:
     def from_json(cls, plain: Mapping[str, Any]) -> Network:
         """From `dataclasses.asdict`, with every value checked."""
         made = cls(**{**plain, "hidden": tuple(plain["hidden"])})
-        counts = (made.features, *made.hidden, made.outputs, made.samples)
+        counts = (made.features, *made.hidden, made.outputs, made.samples, made.seed + 1)
         if not all(type(count) is int and count > 0 for count in counts) or made.activation not in ACTIVATIONS:
             raise ValueError("the network has impossible sizes")
+        if made.samples > _SAMPLES:
+            raise ValueError(f"the network asks for {made.samples} draws")
         if not all(math.isfinite(value) for value in (made.mean, made.scale, made.noise or 0.0)):
             raise ValueError("the network has impossible scales")
         return made

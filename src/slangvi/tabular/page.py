@@ -76,10 +76,10 @@ def _held_out(model: Model) -> tuple[Numbers | Classes, Any]:
 
 def _head(model: Model) -> str:
     record, target = model.record, model.target
-    told = f"{target.outputs} classes" if target.classes else "regression"
+    told = f"Classification, {target.outputs} classes," if target.classes else "Regression"
     return (
         f"<h1>{escape(target.name)}</h1>"
-        f'<p class="sub">{escape(target.task)} ({escape(told)}) from {escape(str(record["data"]))}: '
+        f'<p class="sub">{told} from {escape(str(record["data"]))}: '
         f"{int(record['rows']):,} rows, {len(model.schema.columns)} columns. Scores and pictures are of "
         f"{int(record['held_out_rows']):,} rows that were held out.</p>"
     )
@@ -110,8 +110,9 @@ def _plots(model: Model, held: Numbers | Classes, y: Any) -> str:
 def _detail(model: Model, held: Numbers | Classes, y: Any) -> str:
     """Intervals of a regression, confusions of classes."""
     if isinstance(held, Numbers):
-        rows = [[f"{level:.0%}", f"{share:.1%}"] for level, share in zip(LEVELS, coverages(held, y), strict=True)]
-        return f"<h2>Intervals</h2>{_table(['level', 'held-out targets inside'], rows, numeric=(0, 1))}"
+        header = ["level", *(f"{level:.0%}" for level in LEVELS)]
+        row = ["held-out targets inside", *(f"{share:.0%}" for share in coverages(held, y))]
+        return f"<h2>Intervals</h2>{_table(header, [row], numeric=range(1, len(row)))}"
     classes = model.target.classes
     counts = np.zeros((len(classes), len(classes)), dtype=int)
     np.add.at(counts, (y, held.probs.argmax(1)), 1)
@@ -147,7 +148,8 @@ def _uncertain(model: Model) -> str:
     about = (
         "Held-out rows with the widest predictions. A high epistemic share says that more rows like these would help."
     )
-    return f"<h2>Most uncertain rows</h2><p>{about}</p>{_table(header, rows, numeric=(0, 3, 4))}"
+    numeric = range(5) if regression else (0, 3, 4)
+    return f"<h2>Most uncertain rows</h2><p>{about}</p>{_table(header, rows, numeric)}"
 
 
 def _inputs(model: Model) -> str:
@@ -177,7 +179,7 @@ def _plain(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{value:.4g}" if abs(value) > 1e-12 else "0"  # what is left by rounding would only confuse
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = ()) -> str:
