@@ -69,6 +69,18 @@ def test_classes_have_a_confusion_and_regressions_have_intervals(text, tmp_path)
     assert seen.tags.count("img") == 5
 
 
+def test_long_numbers_are_rounded_and_whole_ones_are_not(tmp_path):
+    path = tmp_path / "long.csv"
+    lines = [f"{k / 7},{20260000 + (k * k) % 31},{k / 3}" for k in range(30)]
+    path.write_text("\n".join(["x,day,y", *lines]) + "\n", encoding="utf-8")
+    text = page(fitted(path, "y"))
+    shown = [row["cells"] for row in fitted(path, "y").record["most_uncertain"]]
+    long = next(cells for cells in shown if len(cells["x"]) > 10)
+    assert f"<td>{long['x']}</td>" not in text
+    assert f"<td>{float(long['x']):.4g}</td>" in text
+    assert f"<td>{long['day']}</td>" in text
+
+
 def test_many_classes_are_told_by_their_commonest_confusions(tmp_path):
     path = tmp_path / "many.csv"
     path.write_text("x,y\n" + "".join(f"{k % 7},c{k % 21}\n" for k in range(105)), encoding="utf-8")

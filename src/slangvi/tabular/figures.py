@@ -60,7 +60,7 @@ def figures(model: Model, held: Numbers | Classes, y: Array) -> list[tuple[str, 
             (
                 "Residuals",
                 "(Observed − predicted) / predicted standard deviation. They should look like the standard normal "
-                "curve; a heavy tail are surprises.",
+                "curve; what lies far outside was a surprise.",
                 lambda ax: _residuals(ax, held, y),
             ),
         ]
@@ -139,7 +139,7 @@ def _weights(ax: Any, model: Model) -> None:
     bins = np.geomspace(low * 0.9, high * 1.1, 40)
     ax.hist(std, bins=bins, color=_BLUE, alpha=0.6)
     ax.axvline(prior, color=_RED, lw=1.3, label="prior")
-    ax.set(xlabel="standard deviation", ylabel="weights", xscale="log")
+    ax.set(xlabel="standard deviation", ylabel="weights", xscale="log", yscale="log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_locator(NullLocator())

@@ -12,6 +12,7 @@ import numpy as np
 from slangvi.errors import DataError
 from slangvi.tabular.figures import figures
 from slangvi.tabular.model import Classes, Model, Numbers
+from slangvi.tabular.schema import number_of
 from slangvi.tabular.scores import LEVELS, coverages
 
 __all__ = ["page"]
@@ -142,7 +143,7 @@ def _uncertain(model: Model) -> str:
         said = (
             [_number(row["mean"]), _number(row["std"])] if regression else [row["class"], f"{row['probability']:.2f}"]
         )
-        cells = [row["cells"].get(name, "") for name in names]
+        cells = [_rounded(row["cells"].get(name, "")) for name in names]
         rows.append([str(row["line"]), row["target"], *said, f"{row['epistemic_share']:.0%}", *cells])
     header = ["line", "observed", *told, "epistemic share", *names]
     about = (
@@ -176,6 +177,12 @@ def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     return "found" if value is None else str(value)
+
+
+def _rounded(cell: str) -> str:
+    """Sixteen digits would hide the row; whole numbers such as years keep theirs."""
+    value = number_of(cell)
+    return cell if value is None or value == round(value) else _number(value)
 
 
 def _number(value: float) -> str:
