@@ -149,7 +149,9 @@ def _uncertain(model: Model) -> str:
     about = (
         "Held-out rows with the widest predictions. A high epistemic share says that more rows like these would help."
     )
-    numeric = range(5) if regression else (0, 3, 4)
+    kinds = {column.name: column.kind for column in model.schema.columns}
+    numeric = [*(range(5) if regression else (0, 3, 4))]
+    numeric += [k for k, name in enumerate(names, 5) if kinds[name] == "numeric"]
     return f"<h2>Most uncertain rows</h2><p>{about}</p>{_table(header, rows, numeric)}"
 
 
