@@ -19,7 +19,7 @@ __all__ = ["page"]
 
 _WORDS = {"nll": "NLL (nats)", "rmse": "RMSE", "accuracy": "Accuracy", "ece": "Calibration error"}
 _MOST_CLASSES = 20
-_COLUMNS = 8
+_COLUMNS = 6
 _STYLE = """
 :root{color-scheme:light}*{box-sizing:border-box}
 body{font:16px/1.5 system-ui,sans-serif;color:#1c2430;background:#f5f6f8;margin:0}
