@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
 import click
 
 from slangvi._version import __version__
+from slangvi.cli._common import progress_bars, require
 from slangvi.cli.bench import bench
 from slangvi.cli.data import data
+from slangvi.cli.fit import fit
+from slangvi.cli.predict import predict
+from slangvi.cli.report import report
 from slangvi.cli.reproduce import reproduce
 
 __all__ = ["app"]
@@ -26,6 +27,9 @@ def app() -> None:
 
 app.add_command(bench)
 app.add_command(data)
+app.add_command(fit)
+app.add_command(predict)
+app.add_command(report)
 app.add_command(reproduce)
 
 
@@ -43,7 +47,7 @@ def demo(out: Path, seed: int, quick: bool) -> None:
     """Train SLANG and Adam on a noisy curve and on patients' data; print a table, write a picture."""
     if not out.parent.is_dir():
         raise click.BadParameter(f"folder {out.parent} does not exist. Make it first.", param_hint="--out")
-    _require("demo", matplotlib="plot", sklearn="sklearn")
+    require("demo", matplotlib="plot", sklearn="sklearn")
     from rich.console import Console
     from rich.table import Table
 
@@ -51,7 +55,7 @@ def demo(out: Path, seed: int, quick: bool) -> None:
 
     console = Console()
     start = perf_counter()
-    with _progress(console) as progress:
+    with progress_bars(console) as progress:
         result = experiment.run(seed, progress, quick)
     table = Table("data", "method", "accuracy", "NLL (nats)", "calibration error", title="On held-out data")
     for row in result.rows:
@@ -59,36 +63,3 @@ def demo(out: Path, seed: int, quick: bool) -> None:
     console.print(table)
     experiment.plot(result, out)
     console.print(f"Picture: {out}   ({perf_counter() - start:.0f} s)", highlight=False)
-
-
-def _require(command: str, **extras: str) -> None:
-    """Say what to install before any work is done."""
-    missing = sorted(extra for module, extra in extras.items() if find_spec(module) is None)
-    if missing:
-        raise click.ClickException(f"{command} needs more packages: pip install 'slangvi[{','.join(missing)}]'")
-
-
-@contextmanager
-def _progress(console: object) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar per label, shown on a terminal only."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    assert isinstance(console, Console)
-    columns = (
-        TextColumn("{task.description:<22}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks: dict[str, int] = {}
-
-        def advance(label: str, done: int, total: int) -> None:
-            if label not in tasks:
-                tasks[label] = bars.add_task(label, total=total)
-                if not console.is_terminal:
-                    console.print(f"training {label} …", highlight=False)
-            bars.update(tasks[label], completed=done)  # type: ignore[arg-type]
-
-        yield advance

@@ -1,0 +1,85 @@
+"""What several commands share: extras that must be there, bars, and how a command ends."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["check_new", "guarded", "progress_bars", "require"]
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that ends with 0, with 1 and one line on what went wrong, or with 130 when it is interrupted.
+
+    Adds the option --debug, which lets errors through as they are.
+    """
+
+    @click.option("--debug", is_flag=True, help="Show where an error comes from.")
+    @functools.wraps(command)
+    def run(debug: bool, **options: Any) -> None:
+        try:
+            command(**options)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            raise click.exceptions.Exit(130) from None
+        except (click.exceptions.ClickException, click.exceptions.Exit):
+            raise
+        except Exception as error:
+            if debug:
+                raise
+            raise click.ClickException(_told(error)) from error
+
+    return run
+
+
+def _told(error: Exception) -> str:
+    from slangvi.errors import CheckpointError, DataError, NumericalError
+
+    if isinstance(error, DataError | CheckpointError | NumericalError | OSError):
+        return str(error)
+    return f"{type(error).__name__}: {error} (--debug shows where it comes from)"
+
+
+def check_new(path: Path, force: bool) -> None:
+    """Refuse to write over something unless it was said to."""
+    if path.exists() and not force:
+        raise click.BadParameter(f"{path} is there already. Use --force to replace it.", param_hint="--out")
+
+
+def require(command: str, **extras: str) -> None:
+    """Say what to install before any work is done."""
+    missing = sorted(extra for module, extra in extras.items() if find_spec(module) is None)
+    if missing:
+        raise click.ClickException(f"{command} needs more packages: pip install 'slangvi[{','.join(missing)}]'")
+
+
+@contextmanager
+def progress_bars(console: object) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar per label, shown on a terminal only."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    assert isinstance(console, Console)
+    columns = (
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        tasks: dict[str, int] = {}
+
+        def advance(label: str, done: int, total: int) -> None:
+            if label not in tasks:
+                tasks[label] = bars.add_task(label, total=total)
+                if not console.is_terminal:
+                    console.print(f"training {label} …", highlight=False)
+            bars.update(tasks[label], completed=done)  # type: ignore[arg-type]
+
+        yield advance

@@ -1,0 +1,134 @@
+"""`slangvi fit DATA.csv --target COLUMN --out MODEL`: a network with a posterior, from a table."""
+
+from __future__ import annotations
+
+import json as json_text
+from contextlib import nullcontext
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slangvi.cli._common import check_new, guarded, progress_bars, require
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from slangvi.tabular.model import Model
+
+__all__ = ["fit"]
+
+_file = click.Path(path_type=Path, dir_okay=False, exists=True)
+_folder = click.Path(path_type=Path, file_okay=False)
+_WORDS = {"nll": "NLL (nats)", "rmse": "RMSE", "accuracy": "accuracy", "ece": "calibration error"}
+
+
+@click.command()
+@click.argument("data", type=_file, metavar="DATA.csv")
+@click.option("--target", required=True, metavar="COLUMN", help="What is to be predicted.")
+@click.option("--out", type=_folder, required=True, metavar="MODEL", help="Folder for the model.")
+@click.option("--task", type=click.Choice(["classification", "regression"]), help="Found from the target if not given.")
+@click.option("--exclude", multiple=True, metavar="COLUMN", help="Do not use this column; may be given several times.")
+@click.option("--rank", type=click.IntRange(0), default=4, show_default=True, help="Of the posterior's precision.")
+@click.option("--epochs", type=click.IntRange(1), default=100, show_default=True, help="Passes over the rows.")
+@click.option("--hidden", default="50", show_default=True, metavar="N,N", help="Hidden layers; 0 is a linear model.")
+@click.option("--prior-precision", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of split, weights and draws.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--max-mb", type=click.FloatRange(0, min_open=True), default=200.0, show_default=True, help="Largest file."
+)
+@click.option("--no-refit", is_flag=True, help="Keep the model of four fifths of the rows, whose scores are printed.")
+@click.option("--force", is_flag=True, help="Replace a model that is there.")
+@click.option("--quiet", is_flag=True, help="Print nothing.")
+@click.option("--json", is_flag=True, help="Print the outcome for programs.")
+@guarded
+def fit(data: Path, out: Path, max_mb: float, force: bool, quiet: bool, json: bool, **options: Any) -> None:
+    """Learn from a table; hold out a fifth of it to see how good the predictions are."""
+    options |= {"hidden": _hidden(options["hidden"]), "refit": not options.pop("no_refit")}
+    check_new(out / "model.json", force)
+    require("fit", sklearn="sklearn")
+    import torch
+    from rich.console import Console
+
+    from slangvi.tabular.fitting import Settings
+    from slangvi.tabular.fitting import fit as fitted
+    from slangvi.tabular.model import save
+    from slangvi.tabular.reading import read_csv
+
+    if options["device"] == "cuda" and not torch.cuda.is_available():
+        raise click.ClickException("--device cuda: torch sees no GPU. Use --device cpu, or install torch with CUDA.")
+    start, console = perf_counter(), Console(soft_wrap=True)
+    table = read_csv(data, max_mb)
+    with nullcontext(_silent) if quiet or json else progress_bars(console) as progress:
+        model = fitted(table, Settings(**options), progress)
+    model.record.update(_about(data, options["device"], perf_counter() - start))
+    save(model, out)
+    if json:
+        click.echo(json_text.dumps(_outcome(model, out), indent=2))
+    elif not quiet:
+        _show(console, model, out)
+
+
+def _silent(label: str, done: int, total: int) -> None:
+    """No bar."""
+
+
+def _hidden(text: str) -> tuple[int, ...]:
+    try:
+        widths = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        widths = (-1,)
+    if widths == (0,):
+        return ()
+    if min(widths) < 1 or max(widths) > 10_000:
+        raise click.BadParameter(f"{text!r} should be widths such as 50 or 64,32, or 0.", param_hint="--hidden")
+    return widths
+
+
+def _about(data: Path, device: str, seconds: float) -> dict[str, Any]:
+    """The file and the machine; where the file lies is nobody else's business."""
+    from slangvi._environment import environment
+
+    return {"data": data.name, "environment": environment("slangvi fit", device, seconds)}
+
+
+def _outcome(model: Model, out: Path) -> dict[str, Any]:
+    keys = ("rows", "without_target", "held_out_rows", "scores", "settings", "environment")
+    found = {"model": str(out), "task": model.target.task, "why": model.target.why, "target": model.target.name}
+    columns = {column.name: column.kind for column in model.schema.columns}
+    rest = {"columns": columns, "dropped": model.schema.dropped, "notes": model.schema.notes}
+    return {**found, "classes": list(model.target.classes), **rest, **{key: model.record[key] for key in keys}}
+
+
+def _show(console: Console, model: Model, out: Path) -> None:
+    from rich.table import Table
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    record, schema, target = model.record, model.schema, model.target
+    kinds = [column.kind for column in schema.columns]
+    classes = f", {target.outputs} classes" if target.classes else ""
+    say(f"Task: {target.task}{classes} ({target.why})")
+    say(
+        f"Inputs: {kinds.count('numeric')} numeric and {kinds.count('categorical')} categorical columns, "
+        f"{schema.features} numbers a row, {record['rows']} rows"
+    )
+    if record["without_target"]:
+        say(f"  {record['without_target']} rows without a target are left out")
+    for word, notes in (("dropped", schema.dropped), ("kept", schema.notes)):
+        for name, why in notes.items():
+            say(f"  {name!r} {word}: {why}")
+    scores = record["scores"]
+    grid = Table("", *(_WORDS[name] for name in scores["model"]), title=f"On {record['held_out_rows']} held-out rows")
+    for label, row in (("SLANG", scores["model"]), (_baseline(target.task), scores["baseline"])):
+        grid.add_row(label, *(f"{value:.4g}" for value in row.values()))
+    console.print(grid)
+    fitted = "all rows" if record["settings"]["refit"] else "the other four fifths"
+    say(f"Model: {out}, fitted on {fitted}   ({record['environment']['seconds']:.0f} s)")
+
+
+def _baseline(task: str) -> str:
+    return "mean alone" if task == "regression" else "class frequencies"

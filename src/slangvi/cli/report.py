@@ -1,0 +1,39 @@
+"""`slangvi report MODEL`: one HTML page that needs no other file."""
+
+from __future__ import annotations
+
+import json as json_text
+from pathlib import Path
+
+import click
+
+from slangvi.cli._common import check_new, guarded, require
+
+__all__ = ["report"]
+
+_folder = click.Path(path_type=Path, file_okay=False, exists=True)
+_file = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command()
+@click.argument("model", type=_folder, metavar="MODEL")
+@click.option("--out", type=_file, metavar="PAGE.html", help="MODEL/report.html, replaced each time, if not given.")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@click.option("--quiet", is_flag=True, help="Print nothing.")
+@click.option("--json", is_flag=True, help="Print the outcome for programs.")
+@guarded
+def report(model: Path, out: Path | None, force: bool, quiet: bool, json: bool) -> None:
+    """Write a page on a model: scores, calibration, residuals, the posterior, the most uncertain rows."""
+    if out is not None:
+        check_new(out, force)
+    require("report", matplotlib="plot", sklearn="sklearn")
+    from slangvi._files import put
+    from slangvi.tabular.model import load
+    from slangvi.tabular.page import page
+
+    text, path = page(load(model)), out or model / "report.html"
+    put(path, lambda file: file.write(text.encode()))
+    if json:
+        click.echo(json_text.dumps({"out": str(path), "bytes": len(text.encode())}))
+    elif not quiet:
+        click.echo(f"Report: {path}")

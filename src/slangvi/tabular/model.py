@@ -1,0 +1,259 @@
+"""A fitted model and its folder: the posterior as safetensors, all else as JSON, both checked when they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from slangvi import checkpoint
+from slangvi._files import put
+from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.errors import DataError
+from slangvi.estimators._network import ACTIVATIONS, mlp
+from slangvi.predict import decompose_uncertainty, functional_samples
+from slangvi.tabular.schema import Schema
+from slangvi.tabular.target import Target
+
+__all__ = ["ABOUT", "WEIGHTS", "Classes", "Model", "Network", "Numbers", "load", "save"]
+
+FORMAT, VERSION = "slangvi tabular model", 1
+WEIGHTS, ABOUT = "model.safetensors", "model.json"
+# Numbers that draws of outputs for one chunk of rows may have, and bytes that a description may have.
+_CHUNK, _MOST = 1 << 22, 1 << 28
+_SAMPLES = 10_000
+_SPOILT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the weights are put into.
+
+    Args:
+        features: D.
+        hidden: widths of the hidden layers.
+        outputs: C.
+        activation: between the layers.
+        samples: S, draws of the weights for a prediction.
+        seed: of these draws.
+        mean: of the target, which is trained on as (y − mean)/scale.
+        scale: of the target.
+        noise: standard deviation of the noise on that scale; None for classes.
+    """
+
+    features: int
+    hidden: tuple[int, ...]
+    outputs: int
+    activation: str
+    samples: int
+    seed: int
+    mean: float = 0.0
+    scale: float = 1.0
+    noise: float | None = None
+
+    @property
+    def num_params(self) -> int:
+        """P."""
+        sizes = [self.features, *self.hidden, self.outputs]
+        return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(sizes))
+
+    def module(self) -> nn.Sequential:
+        """The layers; their own values are of no use."""
+        generator = torch.Generator().manual_seed(0)
+        return mlp(self.features, self.hidden, self.outputs, self.activation, torch.float64, generator)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Network:
+        """From `dataclasses.asdict`, with every value checked."""
+        made = cls(**{**plain, "hidden": tuple(plain["hidden"])})
+        counts = (made.features, *made.hidden, made.outputs, made.samples, made.seed + 1)
+        if not all(type(count) is int and count > 0 for count in counts) or made.activation not in ACTIVATIONS:
+            raise ValueError("the network has impossible sizes")
+        if made.samples > _SAMPLES:
+            raise ValueError(f"the network asks for {made.samples} draws")
+        if not all(math.isfinite(value) for value in (made.mean, made.scale, made.noise or 0.0)):
+            raise ValueError("the network has impossible scales")
+        return made
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Predictions of a regression, each (n,).
+
+    Args:
+        mean: of the target.
+        std: of a new target, noise included.
+        epistemic_share: of its variance, that more data would take away.
+    """
+
+    mean: Array
+    std: Array
+    epistemic_share: Array
+
+    def interval(self, level: float) -> tuple[Array, Array]:
+        """The central interval of a normal distribution with this mean and standard deviation."""
+        width = float(torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=torch.float64))) * self.std
+        return self.mean - width, self.mean + width
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Predictions of a classification.
+
+    Args:
+        probs: of each class, (n, C).
+        entropy: in nats, (n,).
+        epistemic_share: of the entropy, that more data would take away, (n,).
+    """
+
+    probs: Array
+    entropy: Array
+    epistemic_share: Array
+
+
+@dataclass(frozen=True)
+class Model:
+    """All that predictions and a report need.
+
+    Args:
+        schema: of the inputs.
+        target: what is predicted.
+        network: what the weights are put into.
+        posterior: over the weights, on the CPU.
+        record: settings, metrics, held-out predictions, versions; plain values.
+    """
+
+    schema: Schema
+    target: Target
+    network: Network
+    posterior: LowRankPrecisionNormal
+    record: dict[str, Any]
+
+    def draws(self, inputs: Array) -> Iterator[Tensor]:
+        """Outputs at draws of the weights, (S, m, C) for chunks of rows (n, D); the same draws for every row."""
+        module, x = self.network.module(), torch.from_numpy(inputs)
+        widest = max(self.network.outputs, *self.network.hidden, 1)
+        step = max(1, _CHUNK // (self.network.samples * widest))
+        for chunk in x.split(step):
+            generator = torch.Generator().manual_seed(self.network.seed)
+            yield functional_samples(module, self.posterior, chunk, self.network.samples, generator=generator)
+
+    def means(self, inputs: Array) -> Iterator[Tensor]:
+        """Of a regression: means of the target at draws of the weights, (S, m) for chunks of rows."""
+        for draws in self.draws(inputs):
+            yield draws[..., 0] * self.network.scale + self.network.mean
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of a regression's noise, in the units of the target."""
+        return (self.network.noise or 0.0) * self.network.scale
+
+    def predict(self, inputs: Array) -> Numbers | Classes:
+        """Predictions for encoded rows (n, D)."""
+        return self._numbers(inputs) if self.target.task == "regression" else self._classes(inputs)
+
+    def _numbers(self, inputs: Array) -> Numbers:
+        parts: list[list[Tensor]] = []
+        for means in self.means(inputs):
+            found = decompose_uncertainty(means, "gaussian", noise_variance=self.noise**2)
+            parts.append([means.mean(0), found.total.sqrt(), found.epistemic / found.total])
+        return Numbers(*_joined(parts))
+
+    def _classes(self, inputs: Array) -> Classes:
+        parts: list[list[Tensor]] = []
+        for draws in self.draws(inputs):
+            probs = draws.softmax(-1)
+            found = decompose_uncertainty(probs)
+            parts.append([probs.mean(0), found.total, found.epistemic / found.total.clamp_min(1e-12)])
+        return Classes(*_joined(parts))
+
+
+def _joined(parts: list[list[Tensor]]) -> list[Array]:
+    return [torch.cat(column).numpy() for column in zip(*parts, strict=True)]
+
+
+def save(model: Model, folder: Path) -> None:
+    """Write the folder: the weights first, then the description that knows their checksum.
+
+    A process that dies between the two leaves a folder that is refused, never one that predicts something else.
+    """
+    weights = folder / WEIGHTS
+    checkpoint.save(weights, model.posterior)
+    checkpoint.previous_path(weights).unlink(missing_ok=True)
+    body = {
+        "schema": model.schema.to_json(),
+        "target": model.target.to_json(),
+        "network": asdict(model.network),
+        "record": model.record,
+        "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+    }
+    about = {"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body}
+    text = json.dumps(about, indent=1, allow_nan=False).encode()
+    put(folder / ABOUT, lambda file: file.write(text))
+
+
+def load(folder: Path) -> Model:
+    """Read a folder that `save` wrote; nothing in it is executed.
+
+    Raises:
+        DataError: it is missing, damaged, of a newer version, or not a model at all.
+        CheckpointError: the weights cannot be read.
+    """
+    about = _about(folder)
+    try:
+        schema, target = Schema.from_json(about["schema"]), Target.from_json(about["target"])
+        network, record = Network.from_json(about["network"]), dict(about["record"])
+        expected, weights = about["weights_sha256"], folder / WEIGHTS
+        if (network.features, network.outputs) != (schema.features, target.outputs):
+            raise ValueError("the network does not fit the columns")
+    except _SPOILT as error:
+        raise _damaged(folder, f"{type(error).__name__}: {error}") from error
+    posterior = checkpoint.load(weights)
+    if hashlib.sha256(weights.read_bytes()).hexdigest() != expected:
+        raise _damaged(folder, f"{WEIGHTS} and {ABOUT} are not of the same fit")
+    if not isinstance(posterior, LowRankPrecisionNormal) or posterior.loc.shape != (network.num_params,):
+        raise _damaged(folder, f"{WEIGHTS} does not fit the network")
+    return Model(schema, target, network, posterior, record)
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    path = folder / ABOUT
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST + 1)
+    except FileNotFoundError as error:
+        raise DataError(f"{folder} is no model: it has no {ABOUT}. Give the folder that slangvi fit wrote.") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    try:
+        about = json.loads(content[:_MOST])
+        if about["format"] != FORMAT:
+            raise ValueError("it is of another format")
+        version = about["version"]
+        if type(version) is int and version > VERSION:
+            raise DataError(f"{path} has version {version}, and this slangvi reads {VERSION}. Upgrade slangvi.")
+        body = {key: value for key, value in about.items() if key not in ("format", "version", "sha256")}
+        if version != VERSION or about["sha256"] != _digest(body):
+            raise ValueError("its checksum is not the one it was written with")
+    except _SPOILT as error:
+        raise _damaged(folder, f"{ABOUT}: {error}") from error
+    return body
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _damaged(folder: Path, why: str) -> DataError:
+    return DataError(f"{folder} is damaged, or is no model of slangvi ({why}). Run slangvi fit again.")

@@ -1,0 +1,203 @@
+"""The report: one HTML page without scripts or other files, in which all that comes from the data is escaped."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from slangvi.errors import DataError
+from slangvi.tabular.figures import figures
+from slangvi.tabular.model import Classes, Model, Numbers
+from slangvi.tabular.schema import number_of
+from slangvi.tabular.scores import LEVELS, coverages
+
+__all__ = ["page"]
+
+_WORDS = {"nll": "NLL (nats)", "rmse": "RMSE", "accuracy": "Accuracy", "ece": "Calibration error"}
+_MOST_CLASSES = 20
+_COLUMNS = 6
+_STYLE = """
+:root{color-scheme:light}*{box-sizing:border-box}
+body{font:16px/1.5 system-ui,sans-serif;color:#1c2430;background:#f5f6f8;margin:0}
+main{max-width:1080px;margin:0 auto;padding:32px 20px 64px}
+h1{font-size:1.7rem;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:1.2rem;margin:40px 0 8px}
+h3{font-size:1rem;margin:0 0 4px}p{margin:4px 0 12px;max-width:75ch}.sub,.card p{color:#5a6472}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(210px,1fr));gap:14px;margin:20px 0}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:16px}
+.card{background:#fff;border:1px solid #e1e5ea;border-radius:8px;padding:14px 18px}
+.card b{display:block;font-size:1.6rem;font-weight:600}.card p{font-size:.88rem;margin:0}
+.plots p{margin-bottom:8px}img{width:100%;max-width:520px;height:auto;display:block;margin:0 auto}
+.wide{overflow-x:auto;background:#fff;border:1px solid #e1e5ea;border-radius:8px}
+table{border-collapse:collapse;width:100%;font-size:.88rem}
+th,td{padding:6px 12px;text-align:left;border-bottom:1px solid #eceff3;max-width:22em;overflow-wrap:anywhere}
+th{background:#f0f3f6;font-weight:600}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+tr:last-child td{border-bottom:0}td.hit{background:#dcebf9;font-weight:600}td.miss{background:#fbe9e7}
+@media print{body{background:#fff}.card,.wide{break-inside:avoid}}
+"""
+
+
+class _Html(str):
+    """Text that is HTML already; all other text is escaped when it is put into a page."""
+
+
+def page(model: Model) -> str:
+    """The report of a model.
+
+    Args:
+        model: as `slangvi.tabular.model.load` reads it.
+
+    Raises:
+        DataError: the held-out predictions in its folder cannot be understood.
+    """
+    try:
+        held, y = _held_out(model)
+        body = [_head(model), _cards(model), _plots(model, held, y), _detail(model, held, y), _uncertain(model)]
+        body += [_inputs(model), _settings(model)]
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise DataError(f"the record of the model cannot be understood ({error}). Run slangvi fit again.") from error
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        "style-src 'unsafe-inline'\">"
+        f"<title>{escape(model.target.name)}: report</title><style>{_STYLE}</style></head>\n"
+        f"<body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def _held_out(model: Model) -> tuple[Numbers | Classes, Any]:
+    kept = {name: np.asarray(values) for name, values in model.record["held_out"].items()}
+    y = kept.pop("target")
+    return Numbers(**kept) if model.target.task == "regression" else Classes(**kept), y
+
+
+def _head(model: Model) -> str:
+    record, target = model.record, model.target
+    told = f"Classification, {target.outputs} classes," if target.classes else "Regression"
+    return (
+        f"<h1>{escape(target.name)}</h1>"
+        f'<p class="sub">{told} from {escape(str(record["data"]))}: '
+        f"{int(record['rows']):,} rows, {len(model.schema.columns)} columns. Scores and pictures are of "
+        f"{int(record['held_out_rows']):,} rows that were held out.</p>"
+    )
+
+
+def _cards(model: Model) -> str:
+    ours, plain = model.record["scores"]["model"], model.record["scores"]["baseline"]
+    kind = "mean alone" if model.target.task == "regression" else "class frequencies"
+    cards = [
+        f'<div class="card"><p>{_WORDS[name]}</p><b>{_number(value)}</b><p>{kind}: {_number(plain[name])}</p></div>'
+        for name, value in ours.items()
+    ]
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _plots(model: Model, held: Numbers | Classes, y: Any) -> str:
+    cards = []
+    for title, about, picture in figures(model, held, y):
+        data = base64.b64encode(picture).decode()
+        image = f'<img alt="{escape(title)}" src="data:image/png;base64,{data}">'
+        cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(about)}</p>{image}</div>')
+    note = ""
+    if len(y) < model.record["held_out_rows"]:
+        note = f"<p>The pictures show {len(y):,} of the held-out rows.</p>"
+    return f'<h2>Pictures</h2>{note}<div class="plots">{"".join(cards)}</div>'
+
+
+def _detail(model: Model, held: Numbers | Classes, y: Any) -> str:
+    """Intervals of a regression, confusions of classes."""
+    if isinstance(held, Numbers):
+        header = ["level", *(f"{level:.0%}" for level in LEVELS)]
+        row = ["held-out targets inside", *(f"{share:.0%}" for share in coverages(held, y))]
+        return f"<h2>Intervals</h2>{_table(header, [row], numeric=range(1, len(row)))}"
+    classes = model.target.classes
+    counts = np.zeros((len(classes), len(classes)), dtype=int)
+    np.add.at(counts, (y, held.probs.argmax(1)), 1)
+    if len(classes) > _MOST_CLASSES:
+        pairs = sorted((-counts[a, b], a, b) for a in range(len(classes)) for b in range(len(classes)) if a != b)[:20]
+        rows = [[classes[a], classes[b], str(-count)] for count, a, b in pairs if count]
+        return f"<h2>Commonest confusions</h2>{_table(['observed', 'predicted', 'rows'], rows, numeric=(2,))}"
+    lines = [
+        [label, *(_cell(int(count), a == b) for b, count in enumerate(counts[a]))] for a, label in enumerate(classes)
+    ]
+    header = ["observed ↓ predicted →", *classes]
+    return f"<h2>Confusion</h2>{_table(header, lines, numeric=range(1, len(header)))}"
+
+
+def _cell(count: int, right: bool) -> _Html:
+    kind = "hit" if right else "miss" if count else ""
+    return _Html(f'<td class="n {kind}">{count}</td>')
+
+
+def _uncertain(model: Model) -> str:
+    shown = model.record["most_uncertain"]
+    names = [column.name for column in model.schema.columns if shown and column.name in shown[0]["cells"]][:_COLUMNS]
+    regression = model.target.task == "regression"
+    told = ["predicted", "± std"] if regression else ["predicted", "probability"]
+    rows = []
+    for row in shown:
+        said = (
+            [_number(row["mean"]), _number(row["std"])] if regression else [row["class"], f"{row['probability']:.2f}"]
+        )
+        cells = [_rounded(row["cells"].get(name, "")) for name in names]
+        rows.append([str(row["line"]), row["target"], *said, f"{row['epistemic_share']:.0%}", *cells])
+    header = ["line", "observed", *told, "epistemic share", *names]
+    about = (
+        "Held-out rows with the widest predictions. A high epistemic share says that more rows like these would help."
+    )
+    kinds = {column.name: column.kind for column in model.schema.columns}
+    numeric = [*(range(5) if regression else (0, 3, 4))]
+    numeric += [k for k, name in enumerate(names, 5) if kinds[name] == "numeric"]
+    return f"<h2>Most uncertain rows</h2><p>{about}</p>{_table(header, rows, numeric)}"
+
+
+def _inputs(model: Model) -> str:
+    rows = [
+        [column.name, column.kind, str(column.features), model.schema.notes.get(column.name, "")]
+        for column in model.schema.columns
+    ]
+    rows += [[name, "not used", "0", why] for name, why in model.schema.dropped.items()]
+    return f"<h2>Columns</h2>{_table(['column', 'kind', 'numbers', 'note'], rows, numeric=(2,))}"
+
+
+def _settings(model: Model) -> str:
+    record = model.record
+    fitted = "all rows" if record["settings"]["refit"] else "four fifths of the rows"
+    rows = [["task", f"{model.target.task}: {model.target.why}"], ["fitted on", fitted]]
+    rows += [["weights", f"{model.network.num_params:,}"]]
+    if model.target.task == "regression":
+        rows.append(["noise (standard deviation)", _number(model.noise)])
+    rows += [[key, _plain(value)] for key, value in {**record["settings"], **record["environment"]}.items()]
+    return f"<h2>Settings and versions</h2>{_table(['setting', 'value'], rows)}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return "found" if value is None else str(value)
+
+
+def _rounded(cell: str) -> str:
+    """Sixteen digits would hide the row; whole numbers such as years keep theirs."""
+    value = number_of(cell)
+    return cell if value is None or value == round(value) else _number(value)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if abs(value) > 1e-12 else "0"  # what is left by rounding would only confuse
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = ()) -> str:
+    right = set(numeric)
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        kinds = [' class="n"' if k in right else "" for k in range(len(row))]
+        texts = zip(kinds, row, strict=True)
+        return "".join(x if isinstance(x, _Html) else f"<{tag}{kind}>{escape(x)}</{tag}>" for kind, x in texts)
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{cells("th", header)}</tr>{body}</table></div>'

@@ -1,0 +1,157 @@
+"""The column that is predicted: classes or numbers, and how its rows are held out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slangvi.errors import DataError
+from slangvi.tabular.reading import Table
+from slangvi.tabular.schema import is_missing, number_of
+
+__all__ = ["Target", "find_target", "held_out"]
+
+Ints = NDArray[np.int64]
+
+MAX_CLASSES = 100
+_FEW = 10
+TASKS = ("classification", "regression")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is predicted.
+
+    Args:
+        name: of the column.
+        task: "classification" or "regression".
+        why: how the task was found.
+        classes: labels in order; none for a regression.
+    """
+
+    name: str
+    task: str
+    why: str
+    classes: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> int:
+        """C: one number, or a logit for each class."""
+        return len(self.classes) or 1
+
+    def encode(self, table: Table) -> NDArray[Any]:
+        """Numbers, or places of labels in `classes`, (n,).
+
+        Raises:
+            DataError: a cell is neither.
+        """
+        cells = table.columns[self.name]
+        if self.task == "classification":
+            place = {label: k for k, label in enumerate(self.classes)}
+            return np.array([place[cell] for cell in cells], dtype=np.int64)
+        values = list(map(number_of, cells))
+        for line, cell, value in zip(table.lines, cells, values, strict=True):
+            if value is None:
+                raise DataError(
+                    f"line {line}: the target {self.name!r} is {cell[:20]!r}, which is no number. Correct it, leave it "
+                    "empty, or use --task classification."
+                )
+        return np.array(values, dtype=np.float64)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "classes": list(self.classes)}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Target:
+        """From what `to_json` made."""
+        if plain["task"] not in TASKS:
+            raise ValueError(f"unknown task {plain['task']!r}")
+        return cls(str(plain["name"]), plain["task"], str(plain["why"]), tuple(map(str, plain["classes"])))
+
+
+def find_target(table: Table, name: str, task: str | None = None) -> tuple[Target, Table]:
+    r"""Decide what kind of prediction this is.
+
+    Text, two different values, or at most ten different whole numbers are classes; other numbers are a regression.
+
+    Args:
+        table: all rows.
+        name: of the target's column.
+        task: "classification" or "regression" overrides what would be found.
+
+    Returns:
+        The target, and the table without the rows whose target is missing.
+
+    Raises:
+        DataError: there is no such column, or nothing in it to tell apart.
+
+    Example:
+        >>> from slangvi.tabular.reading import parse
+        >>> find_target(parse(b"x,y\n1,no\n2,yes\n3,\n"), "y")[0]
+        Target(name='y', task='classification', why="'y' holds text", classes=('no', 'yes'))
+    """
+    if name not in table.columns:
+        near = ", ".join(map(repr, list(table.columns)[:20]))
+        raise DataError(f"there is no column {name!r} for --target. Columns are {near}.")
+    rows = table.take([k for k, cell in enumerate(table.columns[name]) if not is_missing(cell)])
+    labels = Counter(rows.columns[name])
+    if len(labels) < 2:
+        raise DataError(f"the target {name!r} has {len(labels)} different values. There is nothing to predict.")
+    guess, why = _guess(name, list(labels))
+    task, why = (task, "as --task says") if task else (guess, why)
+    if task == "regression":
+        return Target(name, task, why), rows
+    if len(labels) > MAX_CLASSES:
+        raise DataError(
+            f"the target {name!r} has {len(labels)} different values, and at most {MAX_CLASSES} classes are allowed. "
+            "Use --task regression if they are numbers."
+        )
+    return Target(name, task, why, tuple(sorted(labels, key=_rank))), rows
+
+
+def held_out(target: Target, values: NDArray[Any], seed: int, share: float = 0.2) -> tuple[Ints, Ints]:
+    """Rows to train on and rows to hold out, in the order of the file; of every class the same share is held out.
+
+    Args:
+        target: what is predicted.
+        values: as `target.encode` gives them, (n,).
+        seed: the same rows for the same seed.
+        share: of the rows that is held out.
+
+    Raises:
+        DataError: too few rows.
+    """
+    if len(values) < 10:
+        raise DataError(f"there are {len(values)} rows with a target, and at least 10 are needed.")
+    source = np.random.default_rng(seed)
+    groups = [np.arange(len(values))]
+    if target.task == "classification":
+        groups = [np.flatnonzero(values == k) for k in range(target.outputs)]
+    parts = [source.permutation(group)[: min(round(share * len(group)), len(group) - 1)] for group in groups]
+    held = np.sort(np.concatenate(parts))
+    if not len(held):
+        raise DataError("the classes have too few rows to hold any out. Give more rows, or fewer classes.")
+    return np.setdiff1d(np.arange(len(values)), held), held
+
+
+def _guess(name: str, labels: list[str]) -> tuple[str, str]:
+    values = [number_of(label) for label in labels]
+    if None in values:
+        return "classification", f"{name!r} holds text"
+    if len(values) == 2:
+        return "classification", f"{name!r} has two different values"
+    if len(values) <= _FEW and all(value == round(value) for value in values if value is not None):
+        return "classification", f"{name!r} has {len(values)} different whole numbers"
+    return "regression", f"{name!r} holds numbers, {len(values)} different ones"
+
+
+def _rank(label: str) -> tuple[bool, float, str]:
+    """Numbers by their size, then text."""
+    value = number_of(label)
+    return value is None, value or 0.0, label

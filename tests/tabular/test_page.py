@@ -1,0 +1,93 @@
+"""The report: all that should be on it is, and nothing from the data becomes HTML."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from slangvi.errors import DataError
+from slangvi.tabular.page import page
+from tabulating import EVIL, fitted, houses, kinds
+
+
+class Seen(HTMLParser):
+    """Tags, their attributes and the text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def classification(tmp_path_factory):
+    return fitted(kinds(tmp_path_factory.mktemp("page") / f"{EVIL.replace('/', '')}.csv"), "=kind")
+
+
+@pytest.fixture(scope="module")
+def text(classification):
+    return page(classification)
+
+
+def test_nothing_from_the_data_becomes_html(text):
+    seen = Seen(text)
+    assert "script" not in seen.tags
+    assert EVIL in seen.text
+    assert "&amp;amp;" in text
+    assert all(
+        name in ("class", "alt", "src", "lang", "charset", "name", "content", "http-equiv")
+        for name, _ in seen.attributes
+    )
+
+
+def test_the_page_needs_no_other_file(text):
+    seen = Seen(text)
+    sources = [value for name, value in seen.attributes if name in ("src", "href")]
+    assert len(sources) == 4
+    assert all(value.startswith("data:image/png;base64,") for value in sources)
+    assert "link" not in seen.tags
+
+
+def test_classes_have_a_confusion_and_regressions_have_intervals(text, tmp_path):
+    assert "Confusion" in Seen(text).text
+    assert "=cmd()" in Seen(text).text
+    regression = fitted(houses(tmp_path / "houses.csv"), "price")
+    seen = Seen(page(regression))
+    for word in ("Intervals", "Residuals", "Posterior spectrum", "Most uncertain rows", "it is 'x' in every row"):
+        assert word in seen.text
+    assert seen.tags.count("img") == 5
+
+
+def test_long_numbers_are_rounded_and_whole_ones_are_not(tmp_path):
+    path = tmp_path / "long.csv"
+    lines = [f"{k / 7},{20260000 + (k * k) % 31},{k / 3}" for k in range(30)]
+    path.write_text("\n".join(["x,day,y", *lines]) + "\n", encoding="utf-8")
+    text = page(fitted(path, "y"))
+    shown = [row["cells"] for row in fitted(path, "y").record["most_uncertain"]]
+    long = next(cells for cells in shown if len(cells["x"]) > 10)
+    assert f"{long['x']}</td>" not in text
+    assert f'<td class="n">{float(long["x"]):.4g}</td>' in text
+    assert f'<td class="n">{long["day"]}</td>' in text
+
+
+def test_many_classes_are_told_by_their_commonest_confusions(tmp_path):
+    path = tmp_path / "many.csv"
+    path.write_text("x,y\n" + "".join(f"{k % 7},c{k % 21}\n" for k in range(105)), encoding="utf-8")
+    assert "Commonest confusions" in page(fitted(path, "y", rank=0, hidden=()))
+
+
+def test_a_record_that_makes_no_sense_is_refused(classification):
+    spoilt = replace(classification, record={**classification.record, "held_out": {"target": []}})
+    with pytest.raises(DataError, match="the record of the model cannot be understood"):
+        page(spoilt)
