@@ -8,7 +8,7 @@ PEERS  := $(VENV)/.installed-peers
 BENCH  ?= step layers scale replicas
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types unit bench docs clean
+.PHONY: help demo test lint format types unit bench correctness docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -71,6 +71,9 @@ bench: $(PEERS) ## measure against Adam, IVON and others, write docs/performance
 	  echo "--> slangvi bench $$name $(BENCH_ARGS)" && $(BIN)/slangvi bench $$name $(BENCH_ARGS) || exit 1; \
 	done
 	@$(BIN)/slangvi bench report
+
+correctness: $(STAMP) ## measure every oracle, write the tables of docs/correctness.md
+	@PYTHONPATH=tests $(BIN)/python -m correctness.page
 
 docs: $(STAMP) ## build the documentation, warnings are errors
 	@echo "--> sphinx"
