@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.installed-demo
+AUDIT  := .venv-audit
 PEERS  := $(VENV)/.installed-peers
 BENCH  ?= step layers scale replicas
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types unit bench docs clean
+.PHONY: help demo test lint format types unit bench correctness docs licences audit wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -72,10 +73,31 @@ bench: $(PEERS) ## measure against Adam, IVON and others, write docs/performance
 	done
 	@$(BIN)/slangvi bench report
 
+correctness: $(STAMP) ## measure every oracle, write the tables of docs/correctness.md
+	@PYTHONPATH=tests $(BIN)/python -m correctness.page
+
 docs: $(STAMP) ## build the documentation, warnings are errors
 	@echo "--> sphinx"
 	@$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 	@echo "    docs/_build/html/index.html"
 
+licences: $(STAMP) ## list the licences of direct dependencies in docs/licences.md
+	@$(BIN)/python tools/licences.py
+
+# The auditor lives apart: what it brings along is not part of what is audited. Strict: what could not be looked up, as
+# everything without a network, is a failure and no clean bill. Builds such as 2.13.0+cpu are looked up as 2.13.0.
+audit: $(STAMP) ## ask for known vulnerabilities of everything installed (needs the network)
+	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet pip-audit; }
+	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[^ ]*$$//' > $(AUDIT)/installed.txt
+	@$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip -r $(AUDIT)/installed.txt
+
+# Times in the archive come from the last commit, so that the bytes depend on the source alone.
+wheel: $(STAMP) ## build the wheel twice into dist/, and see that the bytes are the same
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check build hatchling
+	@export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 1577836800); for folder in dist build/again; do \
+	  rm -rf $$folder && $(BIN)/python -m build --wheel --no-isolation --outdir $$folder . >/dev/null || exit 1; \
+	done
+	@cmp dist/*.whl build/again/*.whl && echo "the same twice: $$(ls dist/*.whl)"
+
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(AUDIT) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slangvi.types import ParamSpec
 
-__all__ = ["betas", "choice", "count", "flag", "number", "per_parameter", "per_tensor", "rate"]
+__all__ = ["betas", "choice", "count", "flag", "number", "per_parameter", "per_tensor", "rate", "tensors"]
 
 PerParameter = float | Tensor | Mapping[str, float]
 
@@ -70,6 +70,21 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return value
+
+
+def tensors(**values: Any) -> None:
+    """Real tensors, each by its name.
+
+    Example:
+        >>> tensors(x=[1.0])
+        Traceback (most recent call last):
+        TypeError: x must be a tensor of real numbers, got list. Convert it with torch.as_tensor.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.is_complex():
+            got = f"dtype {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            hint = "" if isinstance(value, Tensor) else " Convert it with torch.as_tensor."
+            raise TypeError(f"{name} must be a tensor of real numbers, got {got}.{hint}")
 
 
 def per_parameter(

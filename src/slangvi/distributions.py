@@ -63,6 +63,7 @@ class LowRankPrecisionNormal(Distribution):
         validate_args: bool | None = None,
         param_spec: ParamSpec | None = None,
     ) -> None:
+        _check_tensors(loc=loc, prec_factor=prec_factor, prec_diag=prec_diag)
         _check_shapes(loc, prec_factor, prec_diag)
         size = loc.shape[-1]
         batch = torch.broadcast_shapes(loc.shape[:-1], prec_factor.shape[:-2], prec_diag.shape[:-1])
@@ -170,6 +171,7 @@ class DensePrecisionNormal(MultivariateNormal):
         validate_args: bool | None = None,
         param_spec: ParamSpec | None = None,
     ) -> None:
+        _check_tensors(loc=loc, precision_matrix=precision_matrix)
         super().__init__(loc, precision_matrix=precision_matrix, validate_args=validate_args)
         self.param_spec = param_spec
 
@@ -212,6 +214,13 @@ class Posterior(Protocol):
 
     def rsample(self, sample_shape: Any = ..., generator: torch.Generator | None = ...) -> Tensor:
         """Draws, (*sample_shape, ..., P)."""
+
+
+def _check_tensors(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            got = f"dtype {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{name} must be a tensor of floating-point numbers, got {got}.")
 
 
 def _check_shapes(loc: Tensor, prec_factor: Tensor, prec_diag: Tensor) -> None:

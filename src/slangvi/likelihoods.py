@@ -49,6 +49,7 @@ class Categorical(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Log-softmax at the targets; outputs (M, ..., C), targets (M, ...)."""
+        _check_tensors(outputs, targets)
         if outputs.ndim < 2:
             raise ValueError(f"outputs must have shape (M, ..., C), got {tuple(outputs.shape)}.")
         check_labels(targets, outputs.shape[-1])
@@ -76,6 +77,7 @@ class Bernoulli(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Log σ(±f), stable at any logit."""
+        _check_tensors(outputs, targets)
         if targets.shape != outputs.shape:
             raise _shape_error(targets, tuple(outputs.shape))
         values = targets.to(outputs.dtype)
@@ -144,6 +146,7 @@ class Gaussian(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """½ (log τ − log 2π − τ (y − f)²)."""
+        _check_tensors(outputs, targets)
         if targets.shape != outputs.shape:
             raise _shape_error(targets, tuple(outputs.shape))
         if _eager(targets) and not bool(torch.isfinite(targets).all()):
@@ -168,6 +171,12 @@ def likelihood_named(value: str | Likelihood) -> Likelihood:
     if isinstance(value, Likelihood):
         return value
     return _NAMED[_checks.choice("likelihood", value, tuple(_NAMED))]()
+
+
+def _check_tensors(outputs: Tensor, targets: Tensor) -> None:
+    _checks.tensors(outputs=outputs, targets=targets)
+    if not outputs.is_floating_point():
+        raise TypeError(f"outputs must be floating-point numbers, got dtype {outputs.dtype}. Convert with .float().")
 
 
 def check_labels(targets: Tensor, num_classes: int) -> None:

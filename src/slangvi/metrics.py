@@ -287,6 +287,7 @@ def interval_error(draws: Tensor, targets: Tensor) -> float:
 
 
 def _same_shape(mean: Tensor, targets: Tensor) -> None:
+    _checks.tensors(predictions=mean, targets=targets)
     if mean.shape != targets.shape:
         raise ValueError(
             f"predictions and targets must have the same shape, got {tuple(mean.shape)} and {tuple(targets.shape)}."
@@ -296,6 +297,7 @@ def _same_shape(mean: Tensor, targets: Tensor) -> None:
 
 
 def _check(probs: Tensor, labels: Tensor) -> None:
+    _checks.tensors(probs=probs, labels=labels)
     if probs.ndim != 2 or labels.shape != probs.shape[:1] or len(labels) == 0:
         raise ValueError(
             f"probs must be (n, C) and labels (n,) with n ≥ 1, got {tuple(probs.shape)} and {tuple(labels.shape)}."

@@ -20,6 +20,7 @@ from slangvi import _checks
 from slangvi._bad_batches import BadBatches
 from slangvi._flat import FlatState, Mirror, check_packed, pack, state_dtype, tensors_of
 from slangvi._groups import GroupValues, check_group
+from slangvi._hooks import called, held
 from slangvi._out_of_memory import out_of_memory_advice
 from slangvi._settings import Settings
 from slangvi._steps import ELBO, Prior
@@ -288,14 +289,22 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def state_dict(self) -> dict[str, Any]:
         """Everything an exact resume needs: flat tensors, step, layout, groups, and the generator's state."""
         self._sync()
-        packed = super().state_dict()
+        with held(self, "_optimizer_state_dict_post_hooks") as after:
+            packed = super().state_dict()
         packed["slangvi"] = pack(type(self).__name__, self._state, self.generator, self.settings.num_data)
         packed["slangvi"]["bad_batches"] = [self._bad.in_a_row, self._bad.total]
-        return packed
+        return called(after, self, packed)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict`; the model's parameters become its mean."""
+        kinds = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+        with held(self, kinds[0]) as before, held(self, kinds[1]) as after:
+            self._take_over(called(before, self, state_dict.copy()))
+        for hook in after:
+            hook(self)
+
+    def _take_over(self, state_dict: dict[str, Any]) -> None:
         saved: dict[str, Any] = state_dict.get("slangvi")  # type: ignore[assignment]
         check_packed(saved, type(self).__name__, self._state)
         if saved["num_data"] != self.settings.num_data:
@@ -303,7 +312,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 f"state_dict was made with num_data={saved['num_data']}, this optimizer has "
                 f"num_data={self.settings.num_data}; the posterior will change width.",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=outside_frames(),
             )
         random = self._random_state(saved["generator"])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})

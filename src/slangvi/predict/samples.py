@@ -92,6 +92,10 @@ def _samples(
     link: Callable[[Tensor], Tensor],
 ) -> Tensor:
     draws = _checks.count("n_samples", n_samples)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not (hasattr(posterior, "rsample") and hasattr(posterior, "param_spec")):
+        raise TypeError(f"posterior must be that of an optimizer or a method, got {type(posterior).__name__}.")
     rows = batch_size(x)
     step = rows if chunk is None else _checks.count("batch_size", chunk)
     spec = spec_of(model, posterior)
