@@ -81,7 +81,7 @@ docs: $(STAMP) ## build the documentation, warnings are errors
 	@$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 	@echo "    docs/_build/html/index.html"
 
-licences: $(STAMP) ## list the licences of direct dependencies in docs/licences.md
+licences: $(STAMP) $(PEERS) ## list the licences of direct dependencies in docs/licences.md
 	@$(BIN)/python tools/licences.py
 
 # The auditor lives apart: what it brings along is not part of what is audited. Strict: what could not be looked up, as

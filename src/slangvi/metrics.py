@@ -100,6 +100,7 @@ def ece(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
         >>> round(ece(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1])), 4)
         0.3
     """
+    _check(probs, labels)
     found = reliability(probs.double(), labels, bins)
     gaps = (found.confidence - found.accuracy).abs() * found.size
     return float(gaps.nansum() / len(labels))
@@ -256,7 +257,8 @@ def mixture_nll(means: Tensor, std: float | Tensor, targets: Tensor) -> float:
         0.9189
     """
     _same_shape(means[0], targets)
-    normal = torch.distributions.Normal(means.double(), torch.as_tensor(std, dtype=torch.float64))
+    # Asked for by name, since torch.compile turns torch's own checks off for the whole process.
+    normal = torch.distributions.Normal(means.double(), torch.as_tensor(std, dtype=torch.float64), validate_args=True)
     logs = normal.log_prob(targets.double()).reshape(len(means), len(targets), -1).sum(-1)
     return float(-(logs.logsumexp(0) - math.log(len(means))).mean())
 
@@ -307,6 +309,7 @@ def _check(probs: Tensor, labels: Tensor) -> None:
 
 
 def _check_probs(probs: Tensor) -> None:
+    _checks.tensors(probs=probs)
     if not bool(((probs >= 0) & (probs <= 1 + 1e-4)).all()):
         raise ValueError("probs must lie in [0, 1], got values outside or NaN. Pass probabilities, not logits.")
 
@@ -314,6 +317,7 @@ def _check_probs(probs: Tensor) -> None:
 def _scores(*scores: Tensor) -> tuple[Tensor, ...]:
     """In float64, one number for each example, at least one, none NaN."""
     for score in scores:
+        _checks.tensors(uncertainty=score)
         if score.ndim != 1 or len(score) == 0 or bool(score.isnan().any()):
             raise ValueError(
                 f"an uncertainty must be (n,) with n ≥ 1 and without NaN, got {tuple(score.shape)}, "

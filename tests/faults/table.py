@@ -109,7 +109,7 @@ FAULTS = {
         "read; ignored targets are examples without gradient",
         (
             CAPTURE + "test_every_product_equals_the_loop",
-            "test_predict.py::test_tuples_are_positional_and_dicts_are_keyword_arguments",
+            "predict/test_samples.py::test_tuples_are_positional_and_dicts_are_keyword_arguments",
             DATA + "test_ignored_targets_are_examples_without_gradient",
         ),
     ),
@@ -126,7 +126,10 @@ FAULTS = {
     17: Fault(
         "tied weights",
         "counted once, gradients added",
-        (RATES + "test_tied_weights_are_one_parameter", "test_predict.py::test_tied_weights_are_drawn_together"),
+        (
+            RATES + "test_tied_weights_are_one_parameter",
+            "predict/test_samples.py::test_tied_weights_are_drawn_together",
+        ),
     ),
     18: Fault(
         "BatchNorm",
@@ -285,7 +288,7 @@ FAULTS = {
         (
             MODELS + "test_predictions_for_any_number_of_rows",
             MODELS + "test_predictions_for_no_rows_are_refused",
-            "test_predict.py::test_result_does_not_depend_on_the_chunk",
+            "predict/test_samples.py::test_result_does_not_depend_on_the_chunk",
         ),
     ),
     50: Fault(
