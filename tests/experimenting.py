@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slangvi.experiments import report
 from slangvi.experiments._cells import Arrays, Attempt, Cell
 
 if TYPE_CHECKING:
@@ -98,3 +101,15 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("compute_exact", "compute_trained"):
         monkeypatch.setattr(_logistic_cells, name, spy(getattr(_logistic_cells, name)))
     return computed
+
+
+def page_of(name, out, folder):
+    """What `report` writes from a quick run's files, given out for full ones: the page's text and the pictures."""
+    results, docs = folder / "results", folder / "docs"
+    docs.mkdir()
+    shutil.copytree(out, results)
+    about = json.loads((results / f"{name}.json").read_text())
+    about["settings"]["quick"] = False
+    (results / f"{name}.json").write_text(json.dumps(about))
+    page, *pictures = report.write(results, docs)
+    return page.read_text(), pictures

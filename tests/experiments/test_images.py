@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 
 import digits
-from slangvi.experiments import _image_cells, _images_pages, images, report
+import experimenting
+from slangvi.experiments import _image_cells, _images_pages, images
 from slangvi.experiments._image_learners import IMAGE_LEARNERS
 from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._images_pages import COLUMNS, STRANGER_COLUMNS, TURNED_COLUMNS
@@ -68,18 +68,11 @@ def test_a_run_that_was_lost_has_no_lines_on_shift():
 
 
 def test_the_page_is_written_from_the_files(ran, tmp_path):
-    results, docs = tmp_path / "results", tmp_path / "docs"
-    docs.mkdir()
-    shutil.copytree(ran[0].out, results)
-    about = json.loads((results / "images.json").read_text())
-    about["settings"]["quick"] = False
-    (results / "images.json").write_text(json.dumps(about))
-    written = report.write(results, docs)
-    text = written[0].read_text()
+    text, pictures = experimenting.page_of("images", ran[0].out, tmp_path)
     assert "### MNIST, LeNet-5" in text
     assert "| letters, slang_8 |" in text
-    assert [path.name for path in written[1:]] == ["results-images-mnist-lenet.png"]
-    assert written[1].stat().st_size > 5000
+    assert [path.name for path in pictures] == ["results-images-mnist-lenet.png"]
+    assert pictures[0].stat().st_size > 5000
 
 
 def test_all_data_sets_networks_and_rivals_are_planned():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from itertools import count
 
@@ -13,8 +12,9 @@ import pytest
 import torch
 
 import digits
+import experimenting
 from slangvi.errors import NumericalError
-from slangvi.experiments import _image_cells, _mnist_pages, mnist, report
+from slangvi.experiments import _image_cells, _mnist_pages, mnist
 from slangvi.experiments._cells import Attempt, Cell, Stopped, write
 from slangvi.experiments._image_cells import chosen_setting, compute_final, compute_tuning
 from slangvi.experiments._image_learners import IMAGE_LEARNERS, Alone
@@ -267,20 +267,11 @@ def test_a_shorter_run_does_not_replace_a_longer_one(ran):
 
 
 def test_the_page_is_written_from_the_files(ran, tmp_path):
-    settings, _ = ran
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    results = tmp_path / "results"
-    shutil.copytree(settings.out, results)
-    about = json.loads((results / "mnist.json").read_text())
-    about["settings"]["quick"] = False
-    (results / "mnist.json").write_text(json.dumps(about))
-    written = report.write(results, docs)
-    text = written[0].read_text()
+    text, pictures = experimenting.page_of("mnist", ran[0].out, tmp_path)
     assert "## Digits (MNIST)" in text
     assert "| slang_8 | 1.92 |" in text
-    assert {path.name for path in written[1:]} == {"results-mnist-curves.png", "results-mnist-uncertainty.png"}
-    assert all(path.stat().st_size > 5000 for path in written[1:])
+    assert {path.name for path in pictures} == {"results-mnist-curves.png", "results-mnist-uncertainty.png"}
+    assert all(path.stat().st_size > 5000 for path in pictures)
 
 
 def line(method, error, nll=0.1, ece=0.01):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
-from slangvi._environment import environment
 from slangvi.data.libsvm import load_libsvm
+from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell, Stored, read_cell
 from slangvi.experiments._logistic import DATASETS, METRICS
 from slangvi.experiments._logistic_cells import Recipe, plan
@@ -228,30 +227,14 @@ def _write_about(path: Path, about: dict[str, Any]) -> None:
 
 
 def _about(name: str, cells: Sequence[Finished], recipe: Recipe, settings: Settings, start: float) -> dict[str, Any]:
-    """Command, settings, environment, and the seconds of every cell."""
-    wall = perf_counter() - start
-    machine = environment(settings.command, settings.device, sum(s.about["seconds"] for _, s in cells))
-    return {
-        "experiment": name,
-        **machine,
-        "threads": 1,
-        "jobs": settings.jobs,
-        "wall_seconds": round(wall, 1),
-        "seed": settings.seed,
-        "settings": {
-            "quick": settings.quick,
-            "epochs": recipe.epochs,
-            "splits": _most_splits(recipe),
-            "mc_samples": recipe.mc_samples,
-            "decay": recipe.decay,
-        },
-        "cells": {cell.label: _about_cell(cell, stored) for cell, stored in cells},
-    }
+    chosen: dict[str, Any] = {"epochs": recipe.epochs, "splits": _most_splits(recipe)}
+    chosen |= {"mc_samples": recipe.mc_samples, "decay": recipe.decay}
+    return about_run(name, cells, chosen, settings, start, _about_cell) | {"threads": 1}
 
 
 def _about_cell(cell: Cell, stored: Stored) -> dict[str, Any]:
-    """Seconds and settings, and for exact methods how exact they are on the worst split."""
-    about: dict[str, Any] = {"seconds": round(stored.about["seconds"], 1), "settings": dict(cell.settings)}
+    """Settings, and for exact methods how exact they are on the worst split."""
+    about: dict[str, Any] = {"settings": dict(cell.settings)}
     if "gradient_norm" in stored.arrays:
         about["gradient_norm"] = float(stored.arrays["gradient_norm"].max())
     return about

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from slangvi._files import put
 from slangvi.data import load_mnist
+from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell
 from slangvi.experiments._image_scores import METRICS
-from slangvi.experiments._image_tables import about_run, all_finished, method_of
+from slangvi.experiments._image_tables import all_finished, method_of
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
 from slangvi.experiments._mnist_recipes import NAME
 from slangvi.experiments._results import Row, aggregate, write_about, write_table

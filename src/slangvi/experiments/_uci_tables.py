@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from slangvi._environment import environment
 from slangvi.data import load_uci
+from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell
 from slangvi.experiments._logistic_tables import (
     TRACE_COLUMNS,
@@ -107,28 +107,13 @@ def _save(
     write_rows(paths[0], rows)
     for path, table in zip(paths[1:-1], tables.values(), strict=True):
         write_table(path, *table)
-    write_about(paths[-1], _about(name, [*cells, *(traced or [])], common, settings, start))
+    told = common | {"splits": len(common["splits"])}
+    write_about(paths[-1], about_run(name, [*cells, *(traced or [])], told, settings, start))
     return Outcome(rows, paths)
 
 
 def _worst(metric: str) -> Callable[[list[float]], float]:
     return min if metric in HIGHER else max
-
-
-def _about(
-    name: str, cells: Sequence[Finished], common: dict[str, Any], settings: Settings, start: float
-) -> dict[str, Any]:
-    """Command, settings, environment, and the seconds of every cell."""
-    spent = sum(stored.about["seconds"] for _, stored in cells)
-    return {
-        "experiment": name,
-        **environment(settings.command, settings.device, spent),
-        "jobs": settings.jobs,
-        "wall_seconds": round(perf_counter() - start, 1),
-        "seed": settings.seed,
-        "settings": {"quick": settings.quick, **common, "splits": len(common["splits"])},
-        "cells": {cell.label: {"seconds": round(stored.about["seconds"], 1)} for cell, stored in cells},
-    }
 
 
 def _split_lines(done: Finished, columns: Columns) -> list[tuple[Any, ...]]:

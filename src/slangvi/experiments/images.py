@@ -8,11 +8,12 @@ from time import perf_counter
 from typing import Any
 
 from slangvi.experiments import _images_pages
+from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell
 from slangvi.experiments._image_cells import LOADERS
 from slangvi.experiments._image_recipes import Grid, Recipe, Table
 from slangvi.experiments._image_scores import METRICS
-from slangvi.experiments._image_tables import about_run, all_finished, method_of
+from slangvi.experiments._image_tables import all_finished, method_of
 from slangvi.experiments._images_pages import COLUMNS, NAME, STRANGER_COLUMNS, TURNED_COLUMNS
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished, refuse_smaller
 from slangvi.experiments._results import aggregate, refuse_shorter, write_about, write_table

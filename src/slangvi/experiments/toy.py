@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slangvi._environment import environment
 from slangvi.experiments import _pages, _toy_pages
-from slangvi.experiments._cells import Arrays, Cell
+from slangvi.experiments._about import about_run
+from slangvi.experiments._cells import Arrays, Cell, Stored
 from slangvi.experiments._cubic import GRID, INSIDE, NOISE
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished, refuse_smaller
 from slangvi.experiments._results import (
@@ -121,7 +121,9 @@ def _save(cells: Sequence[Finished], options: dict[str, dict[str, Any]], setting
     write_rows(paths[0], rows)
     write_table(paths[1], _toy_pages.GRID_COLUMNS, [line for done in cells for line in _grid_lines(done)])
     write_table(paths[2], _toy_pages.TRACE_COLUMNS, [line for done in cells for line in _trace_lines(done)])
-    write_about(paths[3], _about(cells, options, settings, start))
+    fit = options["fit"] | {"splits": len(options["fit"]["splits"])}
+    told = {**options["common"], **fit, "hmc": options["hmc"]}
+    write_about(paths[3], about_run(NAME, cells, told, settings, start, _about_cell))
     return Outcome(rows, paths)
 
 
@@ -187,29 +189,14 @@ def _trace_lines(done: Finished) -> list[tuple[Any, ...]]:
     ]
 
 
-def _about(
-    cells: Sequence[Finished], options: dict[str, dict[str, Any]], settings: Settings, start: float
-) -> dict[str, Any]:
-    """Command, settings, environment, and of every cell its seconds and how well it went."""
-    fit = options["fit"] | {"splits": len(options["fit"]["splits"])}
-    return {
-        "experiment": NAME,
-        **environment(settings.command, settings.device, sum(stored.about["seconds"] for _, stored in cells)),
-        "jobs": settings.jobs,
-        "wall_seconds": round(perf_counter() - start, 1),
-        "seed": settings.seed,
-        "settings": {"quick": settings.quick, **options["common"], **fit, "hmc": options["hmc"]},
-        "cells": {cell.label: _about_cell(stored.arrays, stored.about["seconds"]) for cell, stored in cells},
-    }
-
-
-def _about_cell(arrays: Arrays, seconds: float) -> dict[str, Any]:
-    about: dict[str, Any] = {"seconds": round(seconds, 1)}
+def _about_cell(cell: Cell, stored: Stored) -> dict[str, Any]:
+    """How well it went."""
+    arrays = stored.arrays
     if "elbo" in arrays:
-        return about | {"elbo": arrays["elbo"].round(3).tolist(), "best_step": arrays["best_step"].tolist()}
+        return {"elbo": arrays["elbo"].round(3).tolist(), "best_step": arrays["best_step"].tolist()}
     extremes = {"acceptance": arrays["acceptance"].mean(), "least_acceptance": arrays["acceptance"].min()}
     extremes |= {"rhat": arrays["rhat"].max(), "rhat_density": arrays["rhat_density"]}
-    return about | {name: round(float(value), 4) for name, value in extremes.items()}
+    return {name: round(float(value), 4) for name, value in extremes.items()}
 
 
 # ---- the page ----

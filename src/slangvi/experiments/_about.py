@@ -1,0 +1,45 @@
+"""How the results of an experiment came about, for the JSON beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from slangvi._environment import environment
+from slangvi.experiments._cells import Cell, Stored
+from slangvi.experiments._settings import Settings
+
+__all__ = ["about_run"]
+
+
+def about_run(
+    name: str,
+    cells: Sequence[tuple[Cell, Stored]],
+    chosen: Mapping[str, Any],
+    settings: Settings,
+    start: float,
+    more: Callable[[Cell, Stored], Mapping[str, Any]] = lambda cell, stored: {},
+) -> dict[str, Any]:
+    """Command, settings, environment, and the seconds of every cell.
+
+    Args:
+        name: of the experiment.
+        cells: finished ones with their results.
+        chosen: settings that all cells share, as JSON can hold them.
+        settings: what was chosen on the command line.
+        start: of the run, by `perf_counter`.
+        more: what else is to be told of a cell.
+    """
+    spent = sum(stored.about["seconds"] for _, stored in cells)
+    return {
+        "experiment": name,
+        **environment(settings.command, settings.device, spent),
+        "jobs": settings.jobs,
+        "wall_seconds": round(perf_counter() - start, 1),
+        "seed": settings.seed,
+        "settings": {"quick": settings.quick, **chosen},
+        "cells": {
+            cell.label: {"seconds": round(stored.about["seconds"], 1), **more(cell, stored)} for cell, stored in cells
+        },
+    }
