@@ -19,6 +19,12 @@ def test_only_installed_packages_have_a_version():
     assert _environment.versions(["numpy", "no-such-package"]).keys() == {"numpy"}
 
 
+def test_devices_have_the_name_of_their_makers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"chip of {device}")
+    assert _environment.device_name("cuda:1") == "chip of cuda:1"
+    assert _environment.device_name("cpu") == _environment.cpu_name()
+
+
 def test_processors_are_named_where_the_system_knows(tmp_path):
     listing = tmp_path / "cpuinfo"
     listing.write_text("processor\t: 0\nmodel name\t: Fast Chip 9000\nmodel name\t: Fast Chip 9000\n")

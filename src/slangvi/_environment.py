@@ -14,7 +14,7 @@ import torch
 
 from slangvi._version import __version__
 
-__all__ = ["cpu_name", "environment", "versions"]
+__all__ = ["cpu_name", "device_name", "environment", "versions"]
 
 
 def environment(command: str, device: str, seconds: float) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def environment(command: str, device: str, seconds: float) -> dict[str, Any]:
     return {
         "command": command,
         "device_type": device,
-        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -47,6 +47,15 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def device_name(device: str) -> str:
+    """The device by its makers' name.
+
+    Args:
+        device: "cpu", "cuda" or the like.
+    """
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
 
 
 def cpu_name(listing: Path = Path("/proc/cpuinfo")) -> str:

@@ -25,6 +25,13 @@ def test_every_setting_changes_the_fingerprint_and_nothing_else_does(tmp_path):
     assert one.path(tmp_path) == tmp_path / "toy" / f"data-a-{one.fingerprint}.npz"
 
 
+def test_a_result_may_come_from_any_device_but_a_checkpoint_not(tmp_path):
+    here, there, beside = (experimenting.cell("a", device=device) for device in ("cpu", "cuda", "cuda:1"))
+    assert here.path(tmp_path) == there.path(tmp_path) == beside.path(tmp_path)
+    assert here.partial_path(tmp_path) != there.partial_path(tmp_path) == beside.partial_path(tmp_path)
+    assert here.partial_path(tmp_path).name.endswith(f"{here.fingerprint}.partial.npz")
+
+
 def test_files_hold_arrays_and_a_story(tmp_path):
     path = tmp_path / "deep" / "file.npz"
     write(path, {"x": np.arange(3), "empty": np.zeros((0, 2))}, {"seconds": 1.5})

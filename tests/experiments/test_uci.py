@@ -221,10 +221,47 @@ def test_all_networks_move_as_far_whatever_the_number_of_steps(steps, lr):
     assert total == pytest.approx(min(uci.TOTAL, 0.05 * steps), rel=0.02)
 
 
+def test_the_noise_falls_to_its_own_and_never_rises():
+    job, _ = task(count=3, steps=100, noise_start=25.0, noise_fall=0.2)
+    job = replace(job, tau=torch.tensor([100.0, 25.0, 3.0]))
+    at = lambda *steps: job.noise(torch.tensor(steps)).tolist()  # noqa: E731
+    assert at(10, 10, 10) == pytest.approx([50.0, 25.0, 3.0])  # half way: the geometric mean
+    assert at(1, 5, 99)[1:] == [25.0, 3.0]
+    assert at(19, 1, 1)[0] < 100.0
+    assert at(20, 20, 20) == at(99, 20, 20) == [100.0, 25.0, 3.0]
+    assert at(99, 1, 1) == pytest.approx([100.0, 25.0, 3.0])  # one that has failed stands still
+
+
+def test_without_a_start_the_noise_is_its_own():
+    job, _ = task()
+    job = replace(job, settings={})
+    assert job.noise(torch.tensor([1, 1])) is job.tau
+
+
+def test_methods_are_told_their_own_settings_only():
+    common = uci.chosen(Settings())
+    slang, bbb = (set(uci.plan(common, ["yacht"], [name])[0].settings) for name in ("slang_1", "bbb"))
+    assert slang - bbb == set(uci.OF_SLANG)
+    assert bbb - slang == set(uci.OF_ADAM)
+    assert slang | bbb == {*common, "box", "batch"}
+
+
 def test_a_shorter_run_does_not_replace_a_longer_one(settings):
     uci.run(replace(settings, datasets=("yacht",), methods=("bbb",)))
     with pytest.raises(ValueError, match="from a run of 3 epochs and 2 splits"):
         uci.run(replace(settings, datasets=("yacht",), methods=("bbb",), epochs=2))
+
+
+def test_the_page_says_where_cells_were_computed(settings, tmp_path):
+    uci.run(replace(settings, datasets=("yacht", "energy"), methods=("bbb",)))
+    path = settings.out / "uci.json"
+    about = json.loads(path.read_text())
+    assert all(cell["device"] == about["device"] for cell in about["cells"].values())
+    about["cells"]["energy bbb"] |= {"seconds": 90.0, "device": "a far machine"}
+    path.write_text(json.dumps(about))
+    text, _ = uci.section(settings.out, tmp_path)
+    assert "1.5 process minutes on a far machine" in text
+    assert f"process minutes on {about['device']}, " in text
 
 
 def test_the_page_says_where_ours_is_as_good(settings, tmp_path):
@@ -270,8 +307,8 @@ def test_recipes_are_judged_on_data_held_out_of_the_training_part(settings, monk
         assert set(pair.train.tolist()) | set(pair.test.tolist()) == train
     assert [row.metric for row in outcome.rows] == ["validation_rmse"] * 2 + ["validation_log_likelihood"] * 2
     text, _ = uci_stability.section(settings.out, tmp_path)
-    assert "| ours | ≤ 0.1 | ≤ 0.033 | 10 | ✓ | α, β |" in text
-    assert "| cold | 0.05 | 0.02 | 10 |  | α, β |" in text
+    assert "| ours | ≤ 0.1 | ≤ 0.033 | 10 | ✓ | α, β | ✓ |" in text
+    assert "| cold | 0.05 | 0.02 | 10 |  | α, β |  |" in text
 
 
 @pytest.mark.parametrize("name", uci_stability.RECIPES)
@@ -293,4 +330,6 @@ def test_a_recipe_is_what_the_learner_is_given(name, monkeypatch):
 def test_ours_is_what_the_table_uses():
     common, recipe = uci.chosen(Settings()), uci_stability.RECIPES["ours"]
     assert (common["lr"], common["precision_lr"], common["init_precision"]) == recipe[:3]
-    assert recipe[3:] == (True, ("lr", "precision_lr"), common["total"])  # the defaults of the learner
+    # The defaults of the learner, and the rest.
+    assert recipe[3:] == (True, ("lr", "precision_lr"), common["total"], common["noise_start"])
+    assert uci_stability._plain(recipe)["noise_fall"] == common["noise_fall"]

@@ -471,6 +471,39 @@ def test_a_shared_schedule_follows_the_steps_of_each():
     assert state.step.tolist() == [3, 2]
 
 
+def test_constants_may_follow_the_steps_of_each():
+    def log_likelihood(params, batch, tau):
+        return -0.5 * tau * (batch - params["w"]).square().sum(-1)
+
+    def built(constants):
+        return replicas.build(log_likelihood, num_replicas=2, num_data=4, rank=1, lr=0.1, constants=constants)
+
+    rows = torch.tensor([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0]])  # by step, then by replica
+    moving = built(lambda steps: rows[steps - 1, torch.arange(2)])
+    begin = moving.init({"w": torch.zeros(1)})
+    batch, source = torch.randn(2, 3, 1, generator=torch.Generator().manual_seed(0)), replicas.streams([0, 1])
+    state, expected = begin, begin
+    for counts in ([3, 3], [3, 0], [3, 3]):
+        tau = rows[expected.step, torch.arange(2)]
+        held = built(tau).update(expected, batch, [copied(s) for s in source], counts=counts)[0]
+        state, _ = moving.update(state, batch, source, counts=counts)
+        assert torch.equal(state.loc, held.loc)
+        expected = held
+    assert state.step.tolist() == [3, 2]
+
+
+def test_constants_of_a_step_are_checked():
+    runs = replicas.build(
+        lambda params, batch, tau: batch, num_replicas=2, num_data=4, rank=1, lr=0.1, constants=lambda steps: 1.0
+    )
+    with pytest.raises(ValueError, match="constants must be tensors with the 2 replicas in front, got float"):
+        runs.update(runs.init({"w": torch.zeros(1)}), torch.zeros(2, 3))
+
+
+def copied(source):
+    return torch.Generator().set_state(source.get_state())
+
+
 def test_numbers_may_come_as_tensors():
     runs, state = quadratic(
         lr=torch.tensor([0.1, 0.2]), momentum=torch.tensor([0.5, 0.9]), num_data=torch.tensor([4, 5])

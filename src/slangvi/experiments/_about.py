@@ -32,14 +32,18 @@ def about_run(
         more: what else is to be told of a cell.
     """
     spent = sum(stored.about["seconds"] for _, stored in cells)
+    here = environment(settings.command, settings.device, spent)
     return {
         "experiment": name,
-        **environment(settings.command, settings.device, spent),
+        **here,
         "jobs": settings.jobs,
         "wall_seconds": round(perf_counter() - start, 1),
         "seed": settings.seed,
         "settings": {"quick": settings.quick, **chosen},
-        "cells": {
-            cell.label: {"seconds": round(stored.about["seconds"], 1), **more(cell, stored)} for cell, stored in cells
-        },
+        "cells": {cell.label: {**_about_cell(stored, here["device"]), **more(cell, stored)} for cell, stored in cells},
     }
+
+
+def _about_cell(stored: Stored, here: str) -> dict[str, Any]:
+    """How long it took, and where; a cell of a time when that was not kept was computed here."""
+    return {"seconds": round(stored.about["seconds"], 1), "device": stored.about.get("device", here)}

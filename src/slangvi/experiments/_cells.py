@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from slangvi._environment import device_name
 from slangvi._files import put
 
 __all__ = ["Arrays", "Attempt", "Cell", "Stopped", "Stored", "compute", "forget", "read", "read_cell", "write"]
@@ -63,8 +64,9 @@ class Cell:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Ten characters that change with every setting."""
-        text = json.dumps([self.work, self.dataset, self.method, self.settings], sort_keys=True)
+        """Ten characters that change with every setting but the device: one table may be made in several places."""
+        settings = {name: "cpu" if name == "device" else value for name, value in self.settings.items()}
+        text = json.dumps([self.work, self.dataset, self.method, settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     def path(self, folder: Path) -> Path:
@@ -72,8 +74,9 @@ class Cell:
         return folder / self.group / f"{self.dataset}-{self.method}-{self.fingerprint}.npz"
 
     def partial_path(self, folder: Path) -> Path:
-        """Where an unfinished result is kept."""
-        return self.path(folder).with_suffix(".partial.npz")
+        """Where an unfinished result is kept; a device cannot go on with the random numbers of another kind."""
+        kind = str(self.settings.get("device", "cpu")).partition(":")[0]
+        return self.path(folder).with_suffix(".partial.npz" if kind == "cpu" else f".{kind}.partial.npz")
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def compute(cell: Cell, folder: Path, report: Report, keep_every: float = 60.0) 
     module, _, name = cell.work.partition(":")
     arrays = getattr(import_module(module), name)(cell, attempt)
     about = {"dataset": cell.dataset, "method": cell.method, "settings": cell.settings, "seconds": attempt.seconds}
-    write(cell.path(folder), arrays, about)
+    write(cell.path(folder), arrays, about | {"device": device_name(str(cell.settings.get("device", "cpu")))})
     cell.partial_path(folder).unlink(missing_ok=True)
     return attempt.seconds
 

@@ -67,7 +67,7 @@ class LowRank:
             prior_precision=task.prior.precision,
             mc_samples=settings["mc_samples"],
             init_precision=settings["init_precision"],
-            constants=task.tau,
+            constants=task.noise,
             model=task.model,
             compile=task.device.type == "cuda",
             method=method,

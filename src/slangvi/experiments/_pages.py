@@ -95,14 +95,23 @@ COLORS = {
 def made_by(path: Path) -> str:
     """The command and the machine behind results, from their JSON."""
     about = read_about(path)
-    core, wall = about["seconds"] / 60, about["wall_seconds"] / 60
+    wall = about["wall_seconds"] / 60
     versions = f"Python {about['python']}, torch {about['torch']}, slangvi {about['slangvi']}"
     lengths = [f"{about['settings'][key]:,} {key}" for key in ("epochs", "splits") if key in about["settings"]]
-    facts = [*lengths, f"{core:.1f} core minutes in {about['jobs']} processes"]
+    facts = ", ".join([*lengths, *_spent(about)])
     return (
-        f"`{about['command']}` on {about['date']}: {', '.join(facts)}\n"
-        f"(the last command took {wall:.1f} minutes), {about['device']}, {versions}.\n"
+        f"`{about['command']}` on {about['date']}: {facts}, in {about['jobs']} processes\n"
+        f"(the last command took {wall:.1f} minutes), {versions}.\n"
     )
+
+
+def _spent(about: Mapping[str, Any]) -> list[str]:
+    """Minutes of processes by device; a table may have been made in several places."""
+    seconds: dict[str, float] = {}
+    for cell in about["cells"].values():
+        device = cell.get("device", about["device"])
+        seconds[device] = seconds.get(device, 0.0) + cell["seconds"]
+    return [f"{spent / 60:.1f} process minutes on {device}" for device, spent in seconds.items()]
 
 
 def image(path: Path, alt: str) -> str:

@@ -103,6 +103,21 @@ class Task:
         outputs: Tensor = torch.func.functional_call(self.model, dict(params), (x,))
         return self.log_prob(outputs, y, tau)
 
+    def noise(self, steps: Tensor) -> Tensor:
+        """Noise precision at steps (K,) counted from 1, (K,): at first `noise_start` at most, in the end τ.
+
+        It rises over a share f, `noise_fall`, of all T steps: τₜ = τ₀ (τ/τ₀)^(t/(fT)). The empirical Fisher of an
+        example is r²τ² JJᵀ for a residual r, where the curvature is τ JJᵀ: as long as residuals are ten times the
+        noise, precisions are a hundred times too large, and the mean crawls.
+        """
+        least = self.settings.get("noise_start")
+        if least is None or int(steps.min()) >= self.settings["noise_fall"] * self.steps:
+            return self.tau
+        first = self.tau.clamp(max=float(least))
+        share = (steps / (self.settings["noise_fall"] * self.steps)).clamp(max=1.0).to(self.tau)
+        found: Tensor = first * (self.tau / first) ** share
+        return found
+
     @property
     def _share(self) -> float:
         """What α and β are multiplied by, so that α, falling to nothing, adds up to `total` at most."""

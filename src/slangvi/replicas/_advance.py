@@ -16,7 +16,7 @@ from slangvi.grads.dense import rows_within
 from slangvi.linalg import LowRankPrecision
 from slangvi.replicas import _settings
 from slangvi.replicas._gather import LockstepGatherer
-from slangvi.replicas._inputs import Minibatch, read
+from slangvi.replicas._inputs import Minibatch, checked_constants, read
 from slangvi.replicas._replay import Given, GraphKeeper
 from slangvi.replicas._rules import Lanes, Rule
 from slangvi.replicas._settings import pick
@@ -107,7 +107,7 @@ class Lockstep:
         settings: numbers, schedules and priors.
         gather: from draws and batches to gradients.
         draws: S.
-        constants: of the likelihoods.
+        constants: of the likelihoods, or a function of the steps that gives them.
         memory_limit: bytes for rows.
         strict: raise when a replica fails.
         graphs: what replays steps; None takes all of them eagerly.
@@ -147,7 +147,7 @@ class Lockstep:
         """One step of every replica that has examples and has not failed."""
         if len(state.loc) != len(self.settings.num_data):
             raise ValueError(f"state has {len(state.loc)} replicas, but num_replicas is {len(self.settings.num_data)}.")
-        data, sizes = read(batch, counts, self.constants, state.loc)
+        data, sizes = read(batch, counts, self._constants_at(state.step + 1), state.loc)
         moving = (sizes > 0) & ~state.failed
         index = moving.nonzero().squeeze(1)
         drawn = noise(state.loc, (self.draws,), generators, index)
@@ -161,6 +161,10 @@ class Lockstep:
         if failures and self.strict:
             raise NumericalError(_complaint(failures))
         return self._joined(state, parts, failures, sizes * self.draws)
+
+    def _constants_at(self, steps: Tensor) -> Any:
+        """Those of the steps that replicas are about to take."""
+        return checked_constants(self.constants(steps), len(steps)) if callable(self.constants) else self.constants
 
     def _width(self, state: State, length: int) -> int:
         """How many replicas are advanced at a time."""

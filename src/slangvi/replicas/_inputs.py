@@ -54,9 +54,9 @@ def read(batch: Any, counts: Any, constants: Any, like: Tensor) -> tuple[Minibat
 
 
 def checked_constants(constants: Any, count: int) -> Any:
-    """Tensors with K in front; nothing is an empty nesting."""
-    if constants is None:
-        return ()
+    """Tensors with K in front, or a function that gives them; nothing is an empty nesting."""
+    if constants is None or callable(constants):
+        return constants or ()
     for leaf in tree_flatten(constants)[0]:
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,):
             what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__

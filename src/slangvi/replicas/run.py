@@ -87,6 +87,8 @@ def build(
         temperature: the likelihood is weighed by 1/temperature.
         precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)); for all replicas.
         constants: any nesting of tensors (K, ...), of which each likelihood sees its own entry: a noise precision, say.
+            Or a function that makes it from the steps the replicas are about to take, counted from 1, (K,) on the CPU:
+            a noise that falls while a network learns.
         model: the module behind `log_likelihood`, so that the factored engine can see its layers.
         engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
         memory_limit: bytes the dense engine's rows may take; replicas beyond it wait for their turn, at least one is
