@@ -25,7 +25,7 @@ def test_the_likelihood_is_the_normal_density():
 @pytest.mark.parametrize("columns", [1, 3])
 def test_squared_residuals_are_read_back_from_the_log_likelihood(columns):
     outputs, targets = torch.randn(6, columns).double() / 4, torch.zeros(6, columns).double()
-    noise = Noise(torch.full((columns,), 0.3, dtype=torch.float64), 1.0)
+    noise = Noise(torch.full((columns,), 0.3, dtype=torch.float64), learnt=True)
     noise.follow(float(noise.log_prob(outputs, targets).mean()), steps_per_epoch=50)
     expected = 0.98 * 0.3 + 0.02 * float(outputs.square().mean())
     torch.testing.assert_close(noise.variance, torch.full((columns,), expected, dtype=torch.float64))
@@ -44,6 +44,36 @@ def test_given_noise_does_not_move():
     noise = Noise(torch.ones(1))
     noise.follow(-100.0, 1)
     assert torch.equal(noise.variance, torch.ones(1))
+
+
+def test_given_noise_starts_at_a_tenth_of_the_spread_and_falls():
+    noise = Noise(torch.tensor([0.002, 0.3], dtype=torch.float64), spread=2.0)
+    for share, expected in [(0.0, 0.2), (0.5, 0.02), (1.0, 0.002)]:
+        noise.fall(share)
+        assert noise.variance.tolist() == pytest.approx([expected, 0.3])
+    noise.fall(0.5)
+    kept = noise.copy()
+    kept.fall(1.0)
+    assert kept.variance.tolist() == [0.002, 0.3]
+    assert float(noise.variance[0]) == pytest.approx(0.02)
+
+
+def test_learnt_noise_does_not_fall_by_itself():
+    noise = Noise.unknown(2.0, torch.zeros(1))
+    noise.fall(0.5)
+    assert float(noise.variance) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_targets_may_spread_over_many_times_the_given_noise(stops):
+    """A slope of 40 standard deviations; without larger noise at the start the mean gets nowhere."""
+    source = np.random.RandomState(0)
+    x = source.uniform(-1, 1, (120, 1))
+    y = np.sin(3 * x[:, 0]) + 0.025 * source.randn(120)
+    model = SLANGRegressor(noise=0.025, hidden_layer_sizes=(20,), max_iter=100, random_state=0, early_stopping=stops)
+    model.fit(x, y)
+    assert np.sqrt(np.mean((model.predict(x) - y) ** 2)) < 0.1
+    assert model.noise_std_ == pytest.approx(0.025, rel=1e-5)
 
 
 def test_a_copy_is_not_moved():

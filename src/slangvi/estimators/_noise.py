@@ -15,7 +15,7 @@ __all__ = ["Noise"]
 
 # Least share of the targets' variance that learnt noise may have: beyond it float32 has nothing left to learn from.
 _LEAST = 1e-6
-# Share of the targets' variance that learnt noise starts at.
+# Share of the targets' variance that learnt noise starts at, and given noise at least.
 _START = 0.1
 # Steps that the running mean of squared residuals looks back on, at least.
 _WINDOW = 20
@@ -38,19 +38,24 @@ class Noise:
 
     With several target columns what is learnt is one number on their standardised scale.
 
+    Given noise starts there too, if it is smaller, and falls to what it is. The empirical Fisher of a row is
+    r²/σ⁴ JJᵀ for a residual r, where the curvature is JJᵀ/σ². As long as residuals are ten times the noise, precisions
+    are a hundred times too large, and the mean would hardly move.
+
     Args:
         variance: σ² of each column on the scale that is trained on, (K,).
-        ceiling: variance of the targets on that scale, averaged over columns; None holds σ² as it is.
+        spread: variance of the targets on that scale, averaged over columns.
+        learnt: whether σ² follows the residuals.
     """
 
-    def __init__(self, variance: Tensor, ceiling: float | None = None) -> None:
-        self.variance = variance
-        self.ceiling = ceiling
+    def __init__(self, variance: Tensor, spread: float = 1.0, learnt: bool = False) -> None:
+        self.variance = self.given = variance
+        self.spread, self.learnt = spread, learnt
 
     @classmethod
     def unknown(cls, spread: float, like: Tensor) -> Noise:
         """Noise to be learnt for targets of that variance, with a number for every entry of `like` (K,)."""
-        return cls(torch.full_like(like, _START * spread), spread)
+        return cls(torch.full_like(like, _START * spread), spread, learnt=True)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of each row: ½ Σₖ (−log 2πσₖ² − (y − f)²/σₖ²), (..., M)."""
@@ -73,14 +78,26 @@ class Noise:
             log_likelihood: mean over its rows, from which the mean squared residual is read back.
             steps_per_epoch: sets how far the running mean looks back.
         """
-        if self.ceiling is None:
+        if not self.learnt:
             return
         variance = float(self.variance[0])
         seen = variance * (-2.0 * log_likelihood / len(self.variance) - math.log(2 * math.pi * variance))
         rate = 1.0 / max(_WINDOW, steps_per_epoch)
         moved = (1.0 - rate) * variance + rate * seen
-        self.variance = torch.full_like(self.variance, min(max(moved, _LEAST * self.ceiling), self.ceiling))
+        self.variance = torch.full_like(self.variance, min(max(moved, _LEAST * self.spread), self.spread))
+
+    def fall(self, share: float) -> None:
+        """Given noise on its way: σ² = σ₀² (σ²/σ₀²)^share, with σ₀² a tenth of the targets' variance at least.
+
+        Args:
+            share: of the way, from 0 to 1.
+        """
+        if not self.learnt:
+            first = self.given.clamp(min=_START * self.spread)
+            self.variance = first * (self.given / first) ** share if share < 1.0 else self.given
 
     def copy(self) -> Noise:
         """The same, which later steps do not change."""
-        return Noise(self.variance, self.ceiling)
+        twin = Noise(self.given, self.spread, self.learnt)
+        twin.variance = self.variance
+        return twin

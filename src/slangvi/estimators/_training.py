@@ -19,8 +19,8 @@ from slangvi.types import Transform
 
 __all__ = ["Patience", "Recipe", "Rows", "Training", "lean"]
 
-# Share of a first fit for which learnt noise stays where it starts.
-_HOLD = 0.3
+# Share of a first fit for which learnt noise stays where it starts, and in which given noise falls to what it is.
+_HOLD, _FALL = 0.3, 0.6
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Training:
 
     def __init__(self, module: nn.Module, recipe: Recipe, noise: Noise | None, state: slang.State | None) -> None:
         self.module, self.recipe, self.noise = module, recipe, noise
-        self._hold = 0
+        self._hold = self._fall = 0
         self.state: slang.State = self._method(1, recipe.lr, recipe.precision_lr, 1.0).init(self._params())
         if state is not None:
             self.state = state
@@ -133,8 +133,9 @@ class Training:
         # The methods take a whole N; a fraction goes where it is divided by.
         temperature = len(rows.x) / (rows.total if num_data is None else num_data)
         method = self._method(len(rows.x), alpha, beta, temperature)
-        # Learnt noise waits until a new network knows something; see `Noise`.
-        self._hold = round(_HOLD * per_epoch * epochs) if falling and self.state.step == 0 else 0
+        # Noise waits until a new network knows something; see `Noise`.
+        first = per_epoch * epochs if falling and self.state.step == 0 else 0
+        self._hold, self._fall = round(_HOLD * first), round(_FALL * first)
         cumulative, losses = rows.weights.double().cumsum(0).cpu(), []
         for epoch in range(1, epochs + 1):
             order = order_of(cumulative, per_epoch * size, generators[0]).to(rows.x.device)
@@ -150,11 +151,15 @@ class Training:
                 break
         if patience is not None and patience.kept is not None:
             self.state, self.noise = patience.kept
+        if self.noise is not None:
+            self.noise.fall(1.0)  # a fit may have ended on the way
         return losses
 
     def _epoch(self, method: Transform, rows: Rows, batches: tuple[Tensor, ...], generator: torch.Generator) -> float:
         total = 0.0
         for picked in batches:
+            if self.noise is not None:
+                self.noise.fall(min(1.0, self.state.step / self._fall) if self._fall else 1.0)
             self.state, info = method.update(self.state, (rows.x[picked], rows.y[picked]), generator=generator)
             seen = info.expected_log_likelihood / len(rows.x)
             total -= seen

@@ -201,7 +201,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
             "noise", self.noise, 0.0, hint='It is a standard deviation on the scale of y, or "learn".'
         )
         scale = torch.from_numpy(self.target_scale_.scale).to(rows.y)
-        return Noise((given / scale).square())
+        return Noise((given / scale).square(), spread)
 
     def _nll(self, draws: Tensor, y: Tensor, noise: Noise | None) -> Tensor:
         assert noise is not None
