@@ -100,8 +100,8 @@ def made_by(path: Path) -> str:
     lengths = [f"{about['settings'][key]:,} {key}" for key in ("epochs", "splits") if key in about["settings"]]
     facts = ", ".join([*lengths, *_spent(about)])
     return (
-        f"`{about['command']}` on {about['date']}: {facts}, in {about['jobs']} processes\n"
-        f"(the last command took {wall:.1f} minutes), {versions}.\n"
+        f"`{about['command']}` on {about['date']}: {facts}\n"
+        f"(the last command took {wall:.1f} minutes, {about['jobs']} at a time), {versions}.\n"
     )
 
 
