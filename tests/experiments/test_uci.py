@@ -261,7 +261,7 @@ def test_the_page_says_where_cells_were_computed(settings, tmp_path):
     path.write_text(json.dumps(about))
     text, _ = uci.section(settings.out, tmp_path)
     assert "1.5 process minutes on a far machine" in text
-    assert f"process minutes on {about['device']}, " in text
+    assert f"process minutes on {about['device']}\n" in text
 
 
 def test_the_page_says_where_ours_is_as_good(settings, tmp_path):
