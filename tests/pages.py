@@ -38,7 +38,7 @@ def text_of(page: str) -> str:
 
 
 def run(page: str) -> Iterator[tuple[str | None, str]]:
-    """Run the blocks of a page one after the other in the working folder: what is shown of each, and what it printed."""
+    """Run the blocks of a page in the working folder, one by one: what is shown of each, and what it printed."""
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "page"}
     for k, block in enumerate(BLOCK.finditer(text_of(page))):
@@ -89,7 +89,6 @@ def main(chosen: list[str]) -> None:
     """Renew the pages named, or all."""
     torch.set_num_threads(1)
     for page in chosen or pages():
-        print(page)
         renew(page)
 
 

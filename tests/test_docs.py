@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-import pages
 import pytest
+
+import pages
 
 ROOT = pages.ROOT
 

@@ -56,7 +56,8 @@ def test_costs_put_machines_side_by_side(tmp_path):
 
 def test_filling_needs_every_mark_once(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("<!-- a written by slangvi reproduce report -->\nold\n<!-- end of a, written by slangvi reproduce report -->")
+    marks = [choosing.MARK.format(name) for name in ("a", "end of a,")]
+    page.write_text("\nold\n".join(marks))
     choosing.fill(page, {"a": "new\n"})
     assert page.read_text().splitlines()[1:4] == ["", "new", ""]
     with pytest.raises(ValueError, match=r"marks of the table 'b' once, has them 0 times"):

@@ -56,9 +56,8 @@ def fill(page: Path, found: Mapping[str, str]) -> None:
     text = page.read_text(encoding="utf-8")
     for name, table in found.items():
         start, stop = (re.escape(MARK.format(word)) for word in (name, f"end of {name},"))
-        text, times = re.subn(
-            f"({start}\n).*?({stop})", lambda m, t=table: f"{m[1]}\n{t}\n{m[2]}", text, flags=re.S
-        )
+        new = table.replace("\\", r"\\")  # a replacement, in which a backslash would mean something
+        text, times = re.subn(f"({start}\n).*?({stop})", rf"\g<1>\n{new}\n\g<2>", text, flags=re.S)
         if times != 1:
             raise ValueError(f"{page} must have the marks of the table {name!r} once, has them {times} times.")
     page.write_text(text, encoding="utf-8")
