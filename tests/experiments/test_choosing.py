@@ -29,12 +29,13 @@ def test_without_results_every_table_says_what_to_run(tmp_path):
 
 def test_results_appear_when_they_are_there_and_quick_runs_do_not(tmp_path):
     row = Row("boston", "test_log_likelihood", "slang_1", -2.5814, 0.0512, -2.5, -3.0, 20)
-    result(tmp_path, "uci", row, row._replace(metric="test_rmse", mean=3.2111, standard_error=0.19))
+    error = row._replace(metric="test_rmse", mean=3.2111, standard_error=0.19)
+    result(tmp_path, "uci", row, row._replace(dataset="yacht"), error, error._replace(dataset="yacht"))
     result(tmp_path, "toy", row, quick=True)
     found = choosing.tables(tmp_path, tmp_path)
-    assert "| `slang_1` | -2.581 ± 0.051 |" in found["networks"]
-    assert "| `slang_1` | 3.211 ± 0.190 |" in found["networks"]
-    assert "Boston" in found["networks"]
+    assert "| data | `slang_1` |" in found["networks"]
+    assert "| Boston | -2.581 ± 0.051 |" in found["networks"]
+    assert "| Boston | 3.211 ± 0.190 |" in found["networks"]
     assert "Not run yet" in found["curves"]
 
 

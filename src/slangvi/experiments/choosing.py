@@ -83,7 +83,7 @@ def _curves(results: Path) -> str:
 
 
 def _networks(results: Path) -> str:
-    """Regression with networks: log-likelihoods, then errors."""
+    """Regression with networks, a line for each data set: log-likelihoods, then errors."""
     parts = []
     for metric in ("test_log_likelihood", "test_rmse"):
         rows = [row for row in _rows(results, "uci") if row.metric == metric]
@@ -98,8 +98,12 @@ def _grid(rows: Sequence[Row], methods: Iterable[str], name: str) -> str:
         return f"Not run yet: `slangvi reproduce {name}`.\n"
     datasets = list(dict.fromkeys(row.dataset for row in rows))
     found = {(row.dataset, row.method): _short(row) for row in rows}
-    lines = [[f"`{m}`", *(found.get((dataset, m), "") for dataset in datasets)] for m in methods]
-    return _pages.markdown(["method", *(_pages.DATASETS[dataset] for dataset in datasets)], lines)
+    names, labels = list(methods), [_pages.DATASETS[dataset] for dataset in datasets]
+    if len(datasets) > len(names):  # many data sets would make the table too wide
+        lines = [[label, *(found.get((d, m), "") for m in names)] for d, label in zip(datasets, labels, strict=True)]
+        return _pages.markdown(["data", *(f"`{m}`" for m in names)], lines)
+    lines = [[f"`{m}`", *(found.get((d, m), "") for d in datasets)] for m in names]
+    return _pages.markdown(["method", *labels], lines)
 
 
 def _short(row: Row) -> str:
