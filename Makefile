@@ -9,7 +9,7 @@ PEERS  := $(VENV)/.installed-peers
 BENCH  ?= step layers scale replicas
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types unit bench correctness docs licences audit wheel clean
+.PHONY: help demo test lint format types unit bench correctness pages docs licences audit wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -75,6 +75,9 @@ bench: $(PEERS) ## measure against Adam, IVON and others, write docs/performance
 
 correctness: $(STAMP) ## measure every oracle, write the tables of docs/correctness.md
 	@PYTHONPATH=tests $(BIN)/python -m correctness.page
+
+pages: $(STAMP) ## run the code of all pages, renew the output and the pictures they show
+	@MPLBACKEND=Agg PYTHONPATH=tests $(BIN)/python -m pages $(PAGES)
 
 docs: $(STAMP) ## build the documentation, warnings are errors
 	@echo "--> sphinx"

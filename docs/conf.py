@@ -24,6 +24,8 @@ math_eqref_format = "({number})"
 
 html_theme = "furo"
 html_title = f"slangvi {version}"
+html_static_path = ["_static"]
+html_css_files = ["slangvi.css"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

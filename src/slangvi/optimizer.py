@@ -260,9 +260,22 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         losses = []
         for _ in range(draws):
             with self.sampled_params(), torch.no_grad():
-                losses.append(float(closure()))
+                losses.append(float(self._loss_alone(closure)))
         scale = self.settings.num_data if self.settings.loss_reduction == "mean" else 1
         return ELBO(-scale * sum(losses) / draws, self.kl())
+
+    @staticmethod
+    def _loss_alone(closure: Callable[[], Any]) -> Any:
+        """The loss, or an error that says what torch's own does not: the closure of `step` is another one."""
+        try:
+            return closure()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise RuntimeError(
+                "elbo(closure): the closure must return the loss without calling backward(); the one of "
+                "step(closure) calls it. Pass a function that computes the loss alone."
+            ) from error
 
     def kl(self) -> float:
         """KL(q ‖ prior), in closed form."""

@@ -231,3 +231,14 @@ def test_elbo_and_kl_in_two_parts():
     a = opt.elbo(lambda: F.cross_entropy(model(x), y)).expected_log_likelihood
     b = total.elbo(lambda: F.cross_entropy(model(x), y, reduction="sum")).expected_log_likelihood
     assert math.isclose(a / N, b / 12, rel_tol=1e-9)
+
+
+def test_elbo_of_the_closure_of_step_says_what_to_pass_and_other_errors_stay():
+    model, x, y = model_and_data()
+    opt = train(make(model), x, y)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"elbo\(closure\): the closure must return the loss without .*backward"):
+        opt.elbo(lambda: F.cross_entropy(model(x), y).backward())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        opt.elbo(lambda: F.cross_entropy(model(x[:, :1]), y))
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))

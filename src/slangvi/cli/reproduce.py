@@ -83,7 +83,7 @@ def list_() -> None:
 @click.option("--results", type=_existing, default=RESULTS, show_default=True, help="Where the results are.")
 @click.option("--docs", type=_existing, default=DOCS, show_default=True, help="Where the page and its pictures go.")
 def report(results: Path, docs: Path) -> None:
-    """Write docs/results.md and its pictures from the results."""
+    """Write docs/results.md, its pictures, and the tables of docs/which-method.md from the results."""
     from slangvi.experiments.report import write
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from slangvi.experiments import EXPERIMENTS, module_name
+from slangvi.experiments import EXPERIMENTS, choosing, module_name
 from slangvi.experiments._results import read_about
 
 __all__ = ["write"]
@@ -27,8 +27,16 @@ NOTES = """\
 """
 
 
-def write(results: Path, docs: Path) -> list[Path]:
-    """Write the page and its pictures into a folder of documentation, and return their paths."""
+def write(results: Path, docs: Path, benchmarks: Path = Path("benchmarks/results")) -> list[Path]:
+    """Write the page and its pictures into a folder of documentation, and return their paths.
+
+    The tables of `which-method.md` are renewed too, if there is such a page.
+
+    Args:
+        results: folder that `slangvi reproduce` writes to.
+        docs: folder of the documentation.
+        benchmarks: folder that `slangvi bench` writes to.
+    """
     done = [name for name in EXPERIMENTS if (results / f"{name}.json").is_file()]
     for name in done:  # before anything is drawn
         path = results / f"{name}.json"
@@ -48,4 +56,7 @@ def write(results: Path, docs: Path) -> list[Path]:
         parts.append(NOTES)
     page = docs / "results.md"
     page.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
-    return [page, *pictures]
+    guide = docs / "which-method.md"
+    if guide.is_file():
+        choosing.fill(guide, choosing.tables(results, benchmarks))
+    return [page, *pictures, *([guide] if guide.is_file() else [])]

@@ -1,0 +1,142 @@
+"""The tables of docs/which-method.md: read from the results, put between two marks of the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slangvi.experiments import _pages
+from slangvi.experiments._results import Row, read_about, read_rows
+
+__all__ = ["fill", "tables"]
+
+MARK = "<!-- {} written by slangvi reproduce report -->"
+# Methods of the table of posteriors, in the order of what they hold.
+GAUSSIANS = ("mf_ef", "mf_exact", "online_eig_1", "slang_1", "online_eig_5", "slang_5", "slang_10", "full_ef")
+# Contenders of the benchmark of one step, and their names on the page.
+COSTS = {
+    "adam": "Adam",
+    "ivon": "IVON",
+    "bayes by backprop": "Bayes by Backprop",
+    "laplace, diagonal": "Laplace, diagonal (a fit afterwards)",
+    "laplace, last layer": "Laplace, last layer (a fit afterwards)",
+    "pyro low-rank": "Pyro, low-rank covariance",
+    "slang functional": "SLANG",
+    "slang functional, compiled": "SLANG, `compile=True`",
+}
+
+
+def tables(results: Path, benchmarks: Path) -> dict[str, str]:
+    """The tables by name, each with the words that say where its numbers come from.
+
+    Args:
+        results: folder that `slangvi reproduce` writes to.
+        benchmarks: folder that `slangvi bench` writes to.
+    """
+    return {
+        "divergences": _posteriors(results, "symmetric_kl"),
+        "likelihoods": _posteriors(results, "test_nll_nats"),
+        "curves": _curves(results),
+        "networks": _networks(results),
+        "costs": _costs(benchmarks),
+    }
+
+
+def fill(page: Path, found: Mapping[str, str]) -> None:
+    """Put tables between their marks.
+
+    Args:
+        page: with two lines of marks for every table.
+        found: tables by name.
+    """
+    text = page.read_text(encoding="utf-8")
+    for name, table in found.items():
+        start, stop = (re.escape(MARK.format(word)) for word in (name, f"end of {name},"))
+        new = table.replace("\\", r"\\")  # a replacement, in which a backslash would mean something
+        text, times = re.subn(f"({start}\n).*?({stop})", rf"\g<1>\n{new}\n\g<2>", text, flags=re.S)
+        if times != 1:
+            raise ValueError(f"{page} must have the marks of the table {name!r} once, has them {times} times.")
+    page.write_text(text, encoding="utf-8")
+
+
+def _rows(results: Path, *names: str) -> list[Row]:
+    """Rows of experiments that were run in full."""
+    there = [name for name in names if (results / f"{name}.json").is_file()]
+    full = [name for name in there if not read_about(results / f"{name}.json")["settings"]["quick"]]
+    return [row for name in full for row in read_rows(results / f"{name}.csv")]
+
+
+def _posteriors(results: Path, metric: str) -> str:
+    """Logistic regression: a line for each method, a column for each data set."""
+    rows = [row for row in _rows(results, "logreg", "logreg-online-eig") if row.metric == metric]
+    return _grid(rows, [*GAUSSIANS, "full_exact"] if metric != "symmetric_kl" else GAUSSIANS, "logreg")
+
+
+def _curves(results: Path) -> str:
+    """How far the widths of bands on the noisy cubic are from those of HMC."""
+    rows = [row for row in _rows(results, "toy") if row.metric == "sd_log_ratio"]
+    return _grid(rows, tuple(dict.fromkeys(row.method for row in rows)), "toy")
+
+
+def _networks(results: Path) -> str:
+    """Regression with networks, a line for each data set: log-likelihoods, then errors."""
+    parts = []
+    for metric in ("test_log_likelihood", "test_rmse"):
+        rows = [row for row in _rows(results, "uci") if row.metric == metric]
+        if rows:
+            parts.append(f"{_pages.METRICS[metric]} on test data:\n")
+        parts.append(_grid(rows, tuple(dict.fromkeys(row.method for row in rows)), "uci"))
+    return "\n".join(dict.fromkeys(parts))  # without results both say the same
+
+
+def _grid(rows: Sequence[Row], methods: Iterable[str], name: str) -> str:
+    if not rows:
+        return f"Not run yet: `slangvi reproduce {name}`.\n"
+    datasets = list(dict.fromkeys(row.dataset for row in rows))
+    found = {(row.dataset, row.method): _short(row) for row in rows}
+    names, labels = list(methods), [_pages.DATASETS[dataset] for dataset in datasets]
+    if len(datasets) > len(names):  # many data sets would make the table too wide
+        lines = [[label, *(found.get((d, m), "") for m in names)] for d, label in zip(datasets, labels, strict=True)]
+        return _pages.markdown(["data", *(f"`{m}`" for m in names)], lines)
+    lines = [[f"`{m}`", *(found.get((d, m), "") for d in datasets)] for m in names]
+    return _pages.markdown(["method", *labels], lines)
+
+
+def _short(row: Row) -> str:
+    """Three digits, four where methods hardly differ, and the standard error to the same decimals."""
+    digits = 3 if row.metric in ("symmetric_kl", "sd_log_ratio") else 4
+    size = math.floor(math.log10(abs(row.mean))) if row.mean else 0
+    return _pages.number(row.mean, row.standard_error, min(1.0, 10.0 ** (size - digits + 1)))
+
+
+def _costs(benchmarks: Path) -> str:
+    """One step of a small network: times Adam and megabytes, on every machine it was measured on."""
+    machines = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(benchmarks.glob("step-*.json"))]
+    if not machines:
+        return "Not measured yet: `slangvi bench step`.\n"
+    header = ["method", "rank"]
+    for machine in machines:
+        about = machine["environment"]
+        device = f"{about['threads']} CPU threads" if about["device_type"] == "cpu" else about["device"]
+        header += [f"{device}: × Adam", "extra MB"]
+    found = [{_key(row): row for row in machine["rows"] if row["milliseconds"]} for machine in machines]
+    keys = list(dict.fromkeys(key for rows in found for key in rows if key[0] in COSTS))
+    lines = []
+    for key in sorted(keys, key=lambda key: (list(COSTS).index(key[0]), key[1] or 0)):
+        cells = [COSTS[key[0]], "" if key[1] is None else str(key[1])]
+        for rows in found:
+            cells += [_size(rows[key][what]) for what in ("ratio", "extra_mb")] if key in rows else ["", ""]
+        lines.append(cells)
+    return _pages.markdown(header, lines)
+
+
+def _size(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, int | None]:
+    return row["name"], row["settings"].get("L")
