@@ -33,7 +33,7 @@ def adam() -> torch.Tensor:
 
 def slang() -> torch.Tensor:
     model = adapted()
-    opt = slangvi.SLANG(model, num_data=data.size, rank=4, lr=0.05, prior_precision=30.0, init_precision=1000.0)
+    opt = slangvi.SLANG(model, num_data=data.size, rank=4, lr=0.05, prior_precision=100.0, init_precision=1e4)
     for x, y in data.epochs(1):
         opt.zero_grad()
         opt.train()
