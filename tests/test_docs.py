@@ -17,6 +17,7 @@ PAGES = [
     "docs/memory.md",
     "docs/replicas.md",
     "docs/checkpoints.md",
+    "docs/tracking.md",
 ]
 
 

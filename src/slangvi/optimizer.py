@@ -485,7 +485,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         if given is None:
             raise RuntimeError(
                 "scaler.unscale_(opt) divides p.grad only, not the per-example gradients. "
-                "Call scaler.step(opt) without it."
+                "Call scaler.step(opt) without it (max_grad_norm=0 in Hugging Face's Trainer)."
             )
         return float(given), bool(self.__dict__.get("found_inf", 0.0))
 

@@ -159,7 +159,8 @@ class GradientCapture:
                     "backward inside the same block, on this model, without reentrant checkpointing "
                     "(use_reentrant=False works)."
                 )
-        return [b.replayed[0] if b.replayed else self._assembled(b, values, num_examples) for b in reached]
+        with _eager():
+            return [b.replayed[0] if b.replayed else self._assembled(b, values, num_examples) for b in reached]
 
     def _heard(self, spec: ParamSpec) -> dict[str, nn.Module]:
         """Modules whose calls are noted: the model itself and every one that owns an inferred parameter."""
