@@ -6,13 +6,16 @@ STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.installed-demo
 AUDIT  := .venv-audit
 PEERS  := $(VENV)/.installed-peers
+LOOPS  := $(VENV)/.installed-loops
 BENCH  ?= step layers scale replicas
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types unit bench correctness pages docs licences audit wheel clean
+.PHONY: help demo test lint format types unit bench correctness pages loops loops-page docs licences audit wheel clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+comma := ,
 
 # uv resolves in seconds; plain pip does the same job, slower, where uv has no wheel.
 define install
@@ -73,6 +76,15 @@ bench: $(PEERS) ## measure against Adam, IVON and others, write docs/performance
 	done
 	@$(BIN)/slangvi bench report
 
+$(LOOPS): $(STAMP)
+	$(call install,dev$(comma)loops)
+
+loops: $(LOOPS) ## install Lightning, Hugging Face and TensorBoard, run the training loops with them
+	@$(BIN)/python -m pytest -q tests/examples tests/test_tracking.py
+
+loops-page: $(STAMP) ## write docs/loops.md from examples/loops
+	@$(BIN)/python tools/loops.py
+
 correctness: $(STAMP) ## measure every oracle, write the tables of docs/correctness.md
 	@PYTHONPATH=tests $(BIN)/python -m correctness.page
 
@@ -84,7 +96,7 @@ docs: $(STAMP) ## build the documentation, warnings are errors
 	@$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 	@echo "    docs/_build/html/index.html"
 
-licences: $(STAMP) $(PEERS) ## list the licences of direct dependencies in docs/licences.md
+licences: $(LOOPS) $(PEERS) ## list the licences of direct dependencies in docs/licences.md
 	@$(BIN)/python tools/licences.py
 
 # The auditor lives apart: what it brings along is not part of what is audited. Strict: what could not be looked up, as

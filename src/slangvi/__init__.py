@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slangvi import metrics as metrics
     from slangvi import plots as plots
     from slangvi import replicas as replicas
+    from slangvi import tracking as tracking
     from slangvi._steps import ELBO as ELBO
     from slangvi._steps import inverse_time as inverse_time
     from slangvi.checkpoint import load as load
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from slangvi.predict import functional_samples as functional_samples
     from slangvi.predict import linearised_predictive as linearised_predictive
     from slangvi.predict import predictive_samples as predictive_samples
+    from slangvi.tracking import track as track
     from slangvi.types import Routes as Routes
 
 __all__ = [
@@ -95,6 +97,9 @@ __all__ = [
     "save",
     "load",
     "checkpoint",
+    # tracking
+    "track",
+    "tracking",
     # data
     "data",
     # memory and speed
@@ -146,6 +151,7 @@ _HOMES = {
     "linearised_predictive": "slangvi.predict",
     "decompose_uncertainty": "slangvi.predict",
     "estimate_prediction_memory": "slangvi.predict",
+    "track": "slangvi.tracking",
     "Routes": "slangvi.types",
 }
 _MODULES = {
@@ -161,6 +167,7 @@ _MODULES = {
     "metrics": "slangvi.metrics",
     "plots": "slangvi.plots",
     "replicas": "slangvi.replicas",
+    "tracking": "slangvi.tracking",
 }
 
 

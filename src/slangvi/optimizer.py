@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +28,7 @@ from slangvi._steps import ELBO, Prior
 from slangvi.errors import NumericalError, UnsupportedModuleError
 from slangvi.grads import GradientCapture, RowGroup
 from slangvi.grads.assemble import outside_frames
-from slangvi.types import Params, ParamSpec
+from slangvi.types import Params, ParamSpec, uncompiled
 
 __all__ = ["Settings", "VariationalOptimizer"]
 
@@ -63,7 +64,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the module itself, not "
                 "model.parameters(): per-example gradients are read from its layers."
             )
-        self.model = model
+        self.model = model = uncompiled(model)
         self.settings = settings
         self.generator = generator
         self.info: InfoT | None = None
@@ -74,9 +75,12 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 f"{type(model).__name__} has batch_first=False, but examples must be the first dimension of the "
                 "model's input and output. Build it with batch_first=True."
             )
-        self._ready = self._warned = False
+        self._ready = self._warned = self._warned_of_loss = False
         self._rows: list[RowGroup] = []
         self._sampling = False
+        self._begun: AbstractContextManager[None] | None = None
+        # Wrappers that pass for their optimizer, as Lightning's do, run its methods as their own.
+        self._itself = weakref.ref(self)
         self._bad = BadBatches()
         if isinstance(params, Tensor):
             raise TypeError(
@@ -122,19 +126,48 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     @property
     def posterior(self) -> Any:
         """Q over the flat parameter vector, as a torch distribution; it does not change with later steps."""
-        self._sync()
-        return self._posterior(self._state)
+        own = self._own()
+        own._sync()
+        return own._posterior(own._state)
 
-    @contextmanager
-    def sampled_params(self, train: bool = False) -> Iterator[None]:
+    def sampled_params(self, train: bool = False) -> AbstractContextManager[None]:
         """Put one draw of the weights into the model inside the block, and the mean back after it.
 
         Args:
             train: collect the gradients of every `backward()` in the block for the next `step()`. Several
                 micro-batches may run in one block (they share the draw) or in blocks of their own.
         """
+        return self._own()._block(train)
+
+    def train(self) -> None:
+        """Begin a block like `sampled_params(train=True)`, for loops that have no place for a `with`.
+
+        It ends with the next `step()`, `eval()` or `train()`, which begins another. Inside a block with gradients
+        nothing happens. `eval` and `train` are what schedule-free optimizers have; Hugging Face's `Trainer` calls them.
+        """
+        own = self._own()
+        if own._begun is None and own._sampling and own._capture.active:
+            return
+        own.eval()
+        block = own._block(train=True)
+        block.__enter__()
+        own._begun = block
+
+    def eval(self) -> None:
+        """End the block that `train()` began: its gradients are kept for `step()`, and the weights are the mean."""
+        own = self._own()
+        block, own._begun = own._begun, None
+        if block is not None:
+            with torch.enable_grad():  # modules may have to be called again
+                block.__exit__(None, None, None)
+
+    @contextmanager
+    def _block(self, train: bool) -> Iterator[None]:
         if self._sampling:
-            raise RuntimeError("sampled_params blocks cannot be nested: the weights are already a sample.")
+            raise RuntimeError(
+                "sampled_params blocks cannot be nested: the weights are already a sample."
+                + (" train() began that block; eval() ends it." if self._begun is not None else "")
+            )
         self._sync()
         if train:
             self._mirror.check(self.model)
@@ -166,6 +199,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             The mean of the closure's losses, or None. A step that fails leaves state and weights as they were. With
             `max_bad_batches` a batch with NaN or Inf is passed over, and the loss of its closure is NaN.
         """
+        self.eval()
         if self._sampling:
             raise RuntimeError("step() was called inside sampled_params. Leave the block first.")
         try:
@@ -211,11 +245,12 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         """The step itself: state and weights change together, at the end."""
         if not rows:
             raise RuntimeError(
-                "step() found no gradients. Run loss.backward() inside `with opt.sampled_params(train=True):`, or "
-                "pass a closure that does forward and backward."
+                "step() found no gradients. Run loss.backward() inside `with opt.sampled_params(train=True):`, call "
+                "opt.train() before forward, or pass a closure that does forward and backward."
             )
         self._sync()
         self._warn_of_small_data(rows)
+        self._warn_of_lost_gradients()
         with out_of_memory_advice("in the update", self._state, rows), self._exact():
             state, info = self._advance_rows(rows)
         if losses:
@@ -245,8 +280,10 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
 
     def discard_gradients(self) -> None:
         """Forget gradients collected since the last step, e.g. after skipping a batch half way."""
-        self._rows = []
-        self._capture.forget_inputs()
+        own = self._own()
+        own.eval()
+        own._rows = []
+        own._capture.forget_inputs()
 
     def elbo(self, closure: Callable[[], Any], mc_samples: int | None = None) -> ELBO:
         """Expected log-likelihood and KL, apart.
@@ -279,9 +316,10 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
 
     def kl(self) -> float:
         """KL(q ‖ prior), in closed form."""
-        self._sync()
-        with self._exact():
-            return self._kl(self._state, self._hyper.prior())
+        own = self._own()
+        own._sync()
+        with own._exact():
+            return own._kl(own._state, own._hyper.prior())
 
     # ---- torch.optim's contract
 
@@ -298,6 +336,11 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         except BaseException:
             self.param_groups.pop()
             raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients collected for the next step stay, see `discard_gradients`."""
+        self._own()._capture.unheard.clear()
+        super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an exact resume needs: flat tensors, step, layout, groups, and the generator's state."""
@@ -355,6 +398,12 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
 
     # ---- inside
 
+    def _own(self) -> VariationalOptimizer[StateT, InfoT]:
+        """The optimizer itself, when this is a wrapper that passes for it."""
+        found = self._itself()
+        assert found is not None
+        return found
+
     def _rebuild(self, old: StateT | None) -> None:
         """Lay out all groups' parameters; keep what an earlier, shorter state holds. Nothing changes if it fails."""
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -378,7 +427,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def _sync(self) -> None:
         """Take over parameters that were changed from outside: a loaded model, another device, a re-initialisation."""
         if self._sampling:
-            raise RuntimeError("this needs the mean, but the weights are a sample. Leave sampled_params first.")
+            leave = "Leave sampled_params" if self._begun is None else "Call opt.eval()"
+            raise RuntimeError(f"this needs the mean, but the weights are a sample. {leave} first.")
         # Contents are compared once after every step: it makes a GPU wait.
         if self._mirror.changed(self._state.loc, contents=not self._rows):
             moved = {name: value.to(self._mirror.device) for name, value in tensors_of(self._state)}
@@ -448,7 +498,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         if given is None:
             raise RuntimeError(
                 "scaler.unscale_(opt) divides p.grad only, not the per-example gradients. "
-                "Call scaler.step(opt) without it."
+                "Call scaler.step(opt) without it (max_grad_norm=0 in Hugging Face's Trainer)."
             )
         return float(given), bool(self.__dict__.get("found_inf", 0.0))
 
@@ -464,6 +514,20 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             warnings.warn(
                 f"a batch of {largest} examples is larger than num_data={self.settings.num_data}. num_data is the size "
                 "of the training set; the posterior is as wide as it says.",
+                UserWarning,
+                stacklevel=outside_frames(),
+            )
+
+    def _warn_of_lost_gradients(self) -> None:
+        lost = len(self._capture.unheard)
+        self._capture.unheard.clear()
+        if lost and not self._warned_of_loss:
+            self._warned_of_loss = True
+            warnings.warn(
+                "backward() ran outside sampled_params since the last step. Those gradients are not those "
+                "of a draw, and the step goes without them. Run every micro-batch inside "
+                "`with opt.sampled_params(train=True):` or after opt.train(); opt.zero_grad() says that they were not "
+                "meant for the step.",
                 UserWarning,
                 stacklevel=outside_frames(),
             )

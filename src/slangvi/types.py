@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from slangvi.errors import UnsupportedModuleError
 
-__all__ = ["GradientOperator", "ParamSpec", "Params", "Routes", "Transform"]
+__all__ = ["GradientOperator", "ParamSpec", "Params", "Routes", "Transform", "uncompiled"]
 
 Params = Mapping[str, Tensor]
 
@@ -124,6 +124,12 @@ class ParamSpec:
         per_tensor = torch.tensor(list(values), dtype=like.dtype, device=like.device)
         repeats = torch.tensor(self.numels, device=like.device)
         return per_tensor.repeat_interleave(repeats, output_size=self.num_params)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module inside the wrapper that `torch.compile` hands out, whose names fit it whether compiled or not."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def check_parameter(name: str, value: Any) -> None:

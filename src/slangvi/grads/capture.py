@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,6 +25,10 @@ from slangvi.grads.rules.embedding import check_embedding
 from slangvi.types import Params, ParamSpec
 
 __all__ = ["GradientCapture", "foreign_hooks"]
+
+
+# Enough to tell; a run that never takes a step must not fill the memory.
+_MOST_UNHEARD = 64
 
 
 class GradientCapture:
@@ -63,6 +68,7 @@ class GradientCapture:
         self.announcer: object = None  # what stands in for the model's forward, and calls `note_surroundings("")`
         self.assembler = Assembler(model, spec, dtype, engine, verify, memory_limit, settle)
         self.active = False
+        self.unheard: set[int] = set()  # backward passes that added to p.grad while this was not active
         self._backwards: dict[int, Backward] = {}
         self._before: dict[str, Surroundings] = {}
         self._snapshots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -110,7 +116,7 @@ class GradientCapture:
         self._backwards.clear()
         self._before.clear()
         try:
-            with self.listening():
+            with self.listening(), _eager():
                 yield
         except BaseException:
             self._backwards.clear()
@@ -153,7 +159,8 @@ class GradientCapture:
                     "backward inside the same block, on this model, without reentrant checkpointing "
                     "(use_reentrant=False works)."
                 )
-        return [b.replayed[0] if b.replayed else self._assembled(b, values, num_examples) for b in reached]
+        with _eager():
+            return [b.replayed[0] if b.replayed else self._assembled(b, values, num_examples) for b in reached]
 
     def _heard(self, spec: ParamSpec) -> dict[str, nn.Module]:
         """Modules whose calls are noted: the model itself and every one that owns an inferred parameter."""
@@ -242,6 +249,12 @@ class GradientCapture:
         return found
 
 
+def _eager() -> AbstractContextManager[Any]:
+    """Compiled models run as they were written inside the block: compiled code calls no hook it did not know of."""
+    # Where the compiler was never imported nothing is compiled; importing it takes seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 class _Alias(torch.autograd.Function):
     """The same tensor as another node of the graph, and no view: the caller may change it in place."""
 
@@ -318,8 +331,12 @@ def _store_total(owner: weakref.ref[GradientCapture], name: str, grad: Tensor) -
 
 def _confirm(owner: weakref.ref[GradientCapture], param: Tensor) -> None:
     capture = owner()
-    if capture is not None and capture.active:
+    if capture is None:
+        return
+    if capture.active:
         capture.current_backward().accumulated = True
+    elif len(capture.unheard) < _MOST_UNHEARD:
+        capture.unheard.add(torch._C._current_graph_task_id())
 
 
 def check_model(model: nn.Module) -> None:

@@ -241,7 +241,7 @@ class SLANG(ReplayingOptimizer[State, Info]):
             precision is there before the mean relies on it. False is the paper as printed.
         loss_reduction: "mean" or "sum" over the examples of a batch, as your loss does it.
         accumulation_steps: what your loop divides each micro-batch's loss by (Lightning's `accumulate_grad_batches`,
-            Hugging Face's `gradient_accumulation_steps`); 1 when it does not divide.
+            Accelerate's `gradient_accumulation_steps`); 1 when it does not divide.
         curvature: "ef", the empirical Fisher of the paper.
         engine: "factored", or "dense" to form all per-example gradients (slow; for comparison).
         verify: check examples against the definition of their gradient, ever more rarely.

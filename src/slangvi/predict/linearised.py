@@ -21,6 +21,7 @@ from slangvi.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, li
 from slangvi.linalg.noise import standard_normal
 from slangvi.predict._jacobians import Jacobians
 from slangvi.predict.samples import evaluating, spec_of
+from slangvi.types import uncompiled
 
 __all__ = ["LinearisedPredictive", "linearised_predictive", "probit_softmax"]
 
@@ -114,7 +115,8 @@ def linearised_predictive(
     _checks.choice("link", link, ("probit", "mc"))
     draws = _checks.count("n_samples", n_samples)
     limit = _CHUNK_BYTES if memory_limit is None else _checks.count("memory_limit", memory_limit)
-    rows, spec = batch_size(x), spec_of(model, posterior)
+    model, rows = uncompiled(model), batch_size(x)
+    spec = spec_of(model, posterior)
     loc, precision = _gaussian(posterior)
     with torch.no_grad(), evaluating(model):
         jacobians = Jacobians(model, spec, loc, slice_batch(x, 0, 1))

@@ -13,7 +13,7 @@ from slangvi import _checks
 from slangvi.distributions import Posterior
 from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.likelihoods import Likelihood, likelihood_named
-from slangvi.types import ParamSpec
+from slangvi.types import ParamSpec, uncompiled
 
 __all__ = ["call", "evaluating", "functional_samples", "predictive_samples", "spec_of"]
 
@@ -96,7 +96,7 @@ def _samples(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if not (hasattr(posterior, "rsample") and hasattr(posterior, "param_spec")):
         raise TypeError(f"posterior must be that of an optimizer or a method, got {type(posterior).__name__}.")
-    rows = batch_size(x)
+    model, rows = uncompiled(model), batch_size(x)
     step = rows if chunk is None else _checks.count("batch_size", chunk)
     spec = spec_of(model, posterior)
     values = dict(model.named_parameters())
@@ -120,9 +120,13 @@ def _samples(
 
 
 def call(model: nn.Module, params: dict[str, Tensor], x: Any) -> Tensor:
-    """The model at given weights: a tuple holds positional arguments, a dict keyword arguments."""
+    """The model at given weights: a tuple holds positional arguments, a dict keyword arguments.
+
+    Of an output with several parts, as Hugging Face's models have, the one called `logits` counts.
+    """
     args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
     outputs = torch.func.functional_call(model, params, args, kwargs)
+    outputs = getattr(outputs, "logits", outputs)
     if not isinstance(outputs, Tensor):
         raise TypeError(
             f"the model must return one tensor to be predicted from, got {type(outputs).__name__}. "

@@ -1,0 +1,141 @@
+"""Where the numbers of each step go: a TensorBoard writer, a progress meter, a logger, or any function."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cached_property
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from slangvi import _checks
+from slangvi._steps import ELBO
+from slangvi.optimizer import VariationalOptimizer
+
+__all__ = ["Send", "scalars", "track"]
+
+Send = Callable[[dict[str, float], int], Any]
+_NOT_A_CURVE = {"step", "expected_log_likelihood"}  # the axis, and the loss with another sign
+
+
+def scalars(info: Any) -> dict[str, float]:
+    """The single numbers that an `Info` tells, by name; those that are not known, and tensors of several, stay out.
+
+    Args:
+        info: `opt.info`, or what `update` returns beside the state.
+
+    Example:
+        >>> from slangvi.methods.slang import Info
+        >>> import torch
+        >>> one = torch.tensor(1.0)
+        >>> scalars(Info(3, 8, leading=torch.tensor([3.0, 1.0]), total=8 * one, residual=0 * one, clipped=0 * one))
+        {'captured': 0.5, 'clipped': 0.0, 'num_rows': 8.0, 'rank_used': 2.0, 'residual': 0.0, 'skipped': 0.0,
+         'total': 8.0}
+    """
+    kind = type(info)
+    computed = {name for name in dir(kind) if isinstance(getattr(kind, name), property | cached_property)}
+    if getattr(info, "_prior", None) is None:
+        computed -= {"kl", "elbo"}
+    names = ({item.name for item in fields(info)} | computed) - _NOT_A_CURVE
+    found = {name: _number(getattr(info, name)) for name in sorted(names) if not name.startswith("_")}
+    return {name: value for name, value in found.items() if value is not None and not math.isnan(value)}
+
+
+def track(
+    optimizer: VariationalOptimizer[Any, Any], to: Any, *, prefix: str = "slangvi/", every: int = 1
+) -> RemovableHandle:
+    """Send what each step tells, `opt.info` and the learning rate, to a place of your own.
+
+    Steps that were skipped send nothing. Numbers on a GPU are waited for, so a large `every` spares time.
+
+    Args:
+        optimizer: any of the optimizers.
+        to: a TensorBoard `SummaryWriter` (or what else has `add_scalar`), a tqdm bar (`set_postfix`), a
+            `logging.Logger`, or a function of (name → number, step).
+        prefix: of the names.
+        every: send the 1st step and then every so many.
+
+    Returns:
+        A handle; its `remove()` ends it.
+
+    Example:
+        >>> import torch, slangvi
+        >>> model, seen = torch.nn.Linear(2, 2), []
+        >>> opt = slangvi.SLANG(model, num_data=10)
+        >>> handle = track(opt, lambda numbers, step: seen.append((step, numbers["slangvi/lr"])))
+        >>> with opt.sampled_params(train=True):
+        ...     model(torch.ones(3, 2)).logsumexp(-1).mean().backward()
+        >>> opt.step()
+        >>> seen
+        [(1, 0.05)]
+    """
+    if not isinstance(optimizer, VariationalOptimizer):
+        raise TypeError(f"optimizer must be one of slangvi's, got {type(optimizer).__name__}.")
+    send, gap = _sender(to), _checks.count("every", every)
+    sent: list[Any] = [optimizer.info]
+
+    def after_step(opt: Any, args: Any, kwargs: Any) -> None:
+        info = opt.info
+        if info is None or info is sent[0] or (info.step - 1) % gap:
+            return
+        known = sent[0] is not None and info.step == sent[0].step
+        sent[0] = info
+        if not known:  # a batch that was passed over makes another info of the same step
+            rates = _rates(opt.param_groups)
+            send({prefix + name: value for name, value in (rates | scalars(info)).items()}, info.step)
+
+    return optimizer.register_step_post_hook(after_step)
+
+
+def _rates(groups: list[dict[str, Any]]) -> dict[str, float]:
+    """`lr`, with the number of the group when there are several."""
+    if len(groups) == 1:
+        return {"lr": float(groups[0]["lr"])}
+    return {f"lr/{k}": float(group["lr"]) for k, group in enumerate(groups)}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, ELBO):
+        return value.value
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
+        return float(value)
+    return None
+
+
+def _sender(to: Any) -> Send:
+    """How numbers get there, by the first row that fits."""
+    for fits, send in _PLACES:
+        if fits(to):
+            return lambda numbers, step: send(to, numbers, step)
+    raise TypeError(
+        f"to must be a writer with add_scalar, a meter with set_postfix, a logging.Logger or a function of (numbers, "
+        f"step), got {type(to).__name__}."
+    )
+
+
+def _to_writer(writer: Any, numbers: Mapping[str, float], step: int) -> None:
+    for name, value in numbers.items():
+        writer.add_scalar(name, value, step)
+
+
+def _to_meter(meter: Any, numbers: Mapping[str, float], step: int) -> None:
+    meter.set_postfix({"step": step, **{name.rpartition("/")[2]: f"{value:.4g}" for name, value in numbers.items()}})
+
+
+def _to_logger(logger: logging.Logger, numbers: Mapping[str, float], step: int) -> None:
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("step %d: %s", step, ", ".join(f"{name} {value:.6g}" for name, value in numbers.items()))
+
+
+# A row for each kind of place: how it is recognised, and how it is told.
+_PLACES: list[tuple[Callable[[Any], bool], Callable[[Any, dict[str, float], int], Any]]] = [
+    (lambda to: isinstance(to, logging.Logger), _to_logger),
+    (lambda to: hasattr(to, "add_scalar"), _to_writer),
+    (lambda to: hasattr(to, "set_postfix"), _to_meter),
+    (callable, lambda to, numbers, step: to(numbers, step)),
+]

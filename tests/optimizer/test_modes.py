@@ -1,0 +1,241 @@
+"""train() and eval(): blocks for loops that have no place for a `with`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import slangvi
+from optimizing import CLASSES, N, assert_identical, backward, flat, make, model_and_data, train
+from slangvi._flat import tensors_of
+from slangvi.errors import UnsupportedModuleError
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_train_and_step_do_what_a_block_does(name):
+    kind, options = CLASSES[name]
+    pair = []
+    for style in ("block", "mode"):
+        model, x, y = model_and_data()
+        opt = kind(model, num_data=N, **options, generator=torch.Generator().manual_seed(1))
+        for _ in range(3):
+            opt.zero_grad()
+            if style == "mode":
+                opt.train()
+                F.cross_entropy(model(x), y).backward()
+            else:
+                with opt.sampled_params(train=True):
+                    F.cross_entropy(model(x), y).backward()
+            opt.step()
+        pair.append(opt)
+    assert_identical(*pair)
+
+
+def test_every_train_begins_another_draw_and_keeps_the_gradients():
+    (first, x, y), (second, _, _) = model_and_data(), model_and_data()
+    blocks, modes = make(first), make(second)
+    for a, b in zip(x.split(4), y.split(4), strict=True):
+        with blocks.sampled_params(train=True):
+            F.cross_entropy(first(a), b).backward()
+        modes.train()
+        F.cross_entropy(second(a), b).backward()
+    blocks.step()
+    modes.step()
+    assert modes.info.num_rows == 12
+    assert_identical(blocks, modes)
+
+
+def test_eval_puts_the_mean_back_and_may_be_called_at_any_time():
+    model, x, y = model_and_data()
+    opt = make(model)
+    mean = flat(model)
+    opt.eval()
+    opt.train()
+    assert not torch.equal(flat(model), mean)
+    F.cross_entropy(model(x), y).backward()
+    opt.eval()
+    opt.eval()
+    assert torch.equal(flat(model), mean)
+    assert opt.has_gradients
+    opt.step()
+    assert opt.info.num_rows == 12
+
+
+def test_train_inside_a_block_with_gradients_changes_nothing():
+    (first, x, y), (second, _, _) = model_and_data(), model_and_data()
+    plain, asked = make(first), make(second)
+
+    def closure(opt, ask):
+        if ask:
+            opt.train()
+        loss = backward(F.cross_entropy(opt.model(x), y))
+        if ask:
+            opt.eval()
+        return loss
+
+    plain.step(lambda: closure(plain, False))
+    asked.step(lambda: closure(asked, True))
+    assert_identical(plain, asked)
+
+
+def test_a_closure_goes_on_after_train():
+    model, x, y = model_and_data()
+    opt = make(model, mc_samples=2)
+    opt.train()
+    opt.step(lambda: backward(F.cross_entropy(model(x), y)))
+    assert opt.info.num_rows == 24
+
+
+def test_blocks_and_modes_do_not_mix():
+    model, _, _ = model_and_data()
+    opt = make(model)
+    opt.train()
+    with (
+        pytest.raises(RuntimeError, match=r"nested.*train\(\) began that block; eval\(\) ends it"),
+        opt.sampled_params(),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match=r"needs the mean.*Call opt.eval\(\) first"):
+        opt.state_dict()
+    opt.eval()
+    with opt.sampled_params(), pytest.raises(RuntimeError, match="nested"):
+        opt.train()
+    opt.state_dict()
+
+
+def test_discarding_ends_the_block():
+    model, x, y = model_and_data()
+    opt = make(model)
+    mean = flat(model)
+    opt.train()
+    F.cross_entropy(model(x), y).backward()
+    opt.discard_gradients()
+    assert not opt.has_gradients
+    assert torch.equal(flat(model), mean)
+
+
+def test_a_scaler_that_skips_leaves_state_and_weights():
+    model, x, y = model_and_data(dtype=torch.float32)
+    opt = train(make(model), x, y, steps=2)
+    before, weights, info = [value.clone() for _, value in tensors_of(opt._state)], flat(model), opt.info
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    opt.zero_grad()
+    opt.train()
+    scaler.scale(F.cross_entropy(model(x), y) * math.inf).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert opt._state.step == 2
+    assert opt.info is info
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, tensors_of(opt._state), strict=True))
+    assert torch.equal(flat(model), weights)
+    assert not opt.has_gradients
+    assert scaler.get_scale() == 512.0
+    opt.zero_grad()
+    opt.train()
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler.step(opt)
+    assert opt._state.step == 3
+
+
+# ---- gradients that nobody collected
+
+
+def test_a_micro_batch_outside_blocks_is_told_of_once():
+    model, x, y = model_and_data()
+    opt = make(model)
+
+    def half_lost():
+        F.cross_entropy(model(x[:6]), y[:6]).backward()
+        with opt.sampled_params(train=True):
+            F.cross_entropy(model(x[6:]), y[6:]).backward()
+        opt.step()
+
+    with pytest.warns(UserWarning, match="ran outside sampled_params since the last step") as record:
+        half_lost()
+    assert len(record) == 1
+    half_lost()
+    assert opt.info.num_rows == 6
+
+
+def test_gradients_that_were_zeroed_were_not_meant():
+    model, x, y = model_and_data()
+    opt = make(model)
+    F.cross_entropy(model(x), y).backward()
+    train(opt, x, y, steps=2)
+    torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    with opt.sampled_params(train=True):
+        F.cross_entropy(model(x), y).backward()
+    opt.step()
+
+
+def test_another_optimizers_step_in_between_is_named():
+    model, x, y = model_and_data()
+    head = slangvi.SLANG(model, model[2].parameters(), num_data=N, rank=2)
+    body = torch.optim.SGD(model[0].parameters(), lr=10.0)
+    head.train()
+    F.cross_entropy(model(x), y).backward()
+    body.step()
+    with pytest.raises(UnsupportedModuleError, match="another optimizer's step between backward"):
+        head.step()
+
+
+# ---- models under torch.compile
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("when", ["before", "after", "in place"])
+def test_compiled_models_take_the_same_steps(name, when):
+    kind, options = CLASSES[name]
+    pair = []
+    for compiled in (False, True):
+        model, x, y = model_and_data()
+        called = model
+        if compiled and when == "in place":
+            model.compile(backend="eager")
+        elif compiled:
+            called = torch.compile(model, backend="eager")
+        with torch.no_grad():
+            called(x)  # code that was compiled before there were hooks
+        given = called if when == "before" else model
+        opt = kind(given, num_data=N, **options, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            opt.zero_grad()
+            opt.train()
+            F.cross_entropy(called(x), y).backward()
+            opt.step()
+        pair.append(opt)
+    assert_identical(*pair)
+    assert pair[1].posterior.param_spec.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
+def test_a_compiled_model_predicts_and_is_compiled_outside_blocks():
+    model, x, y = model_and_data()
+    graphs = []
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    opt = train(make(compiled), x, y, steps=1)
+    assert graphs == []
+    found = slangvi.predictive_samples(compiled, opt.posterior, x, 3, generator=torch.Generator().manual_seed(0))
+    plain = slangvi.predictive_samples(model, opt.posterior, x, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(found, plain)
+    exact = slangvi.linearised_predictive(compiled, opt.posterior, x)
+    assert torch.equal(exact.loc, slangvi.linearised_predictive(model, opt.posterior, x).loc)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert len(graphs) == 1
+
+
+def test_outputs_with_several_parts_are_predicted_from_their_logits():
+    class Parts(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return type("Output", (), {"logits": self.inner(x), "hidden": x})()
+
+    model, x, _ = model_and_data()
+    q = make(Parts(model)).posterior
+    assert slangvi.predictive_samples(Parts(model), q, x, 3).shape == (3, 12, 3)
