@@ -230,8 +230,11 @@ FAULTS = {
     36: Fault("identical and zero gradients", "finite", (DATA + "test_awkward_data_are_learnt_from",)),
     37: Fault(
         "rates far too large",
-        "`NumericalError`, the last good state kept",
+        "`NumericalError`, or a warning or `DivergenceError` where all is finite; the last good state kept",
         (
+            "test_divergence.py::test_a_hundred_times_the_usual_rate_is_loud",
+            "test_divergence.py::test_raising_leaves_the_state_before_and_is_no_bad_batch",
+            "test_divergence.py::test_estimators_tell_of_it",
             SAMPLING + "test_far_too_large_rates_fail_loudly_and_keep_the_last_good_state",
             "test_soak.py::test_rates_far_too_large_never_show_a_bad_state",
         ),
