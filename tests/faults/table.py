@@ -260,12 +260,19 @@ FAULTS = {
     42: Fault(
         "copies, pickles, worker processes",
         "go on as the original",
-        ("optimizer/test_methods.py::test_copies_go_on_like_the_original", DATA + "test_worker_processes_do_no_harm"),
+        (
+            "optimizer/test_methods.py::test_copies_go_on_like_the_original",
+            "estimators/test_resume.py::test_partial_fits_go_on_from_every_moment",
+            DATA + "test_worker_processes_do_no_harm",
+        ),
     ),
     43: Fault(
-        "an exception or Ctrl-C while the weights are a draw",
-        "the mean is back",
-        (SAMPLING + "test_an_exception_inside_restores_the_mean",),
+        "an exception or Ctrl-C while the weights are a draw, or while an estimator is fitted",
+        "the mean is back; the estimator is as it was",
+        (
+            SAMPLING + "test_an_exception_inside_restores_the_mean",
+            "estimators/test_resume.py::test_a_call_that_ends_early_leaves_the_estimator_as_it_was",
+        ),
     ),
     45: Fault(
         "a closure that raises or changes the model",

@@ -196,8 +196,8 @@ class Training:
 
 def _advice(epoch: int, recipe: Recipe, error: NumericalError) -> str:
     return (
-        f"fit met NaN or Inf in epoch {epoch}: {error} The estimator is not fitted. Lower learning_rate_init (it is "
-        f"{recipe.lr:g}), raise prior_precision or init_precision, keep standardize=True, or give float64 data."
+        f"fit met NaN or Inf in epoch {epoch}: {error} The estimator is as it was before. Lower learning_rate_init (it "
+        f"is {recipe.lr:g}), raise prior_precision or init_precision, keep standardize=True, or give float64 data."
     )
 
 
