@@ -159,6 +159,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
             _checks.flag(name, getattr(self, name))
         if self.num_data is not None:
             _checks.number("num_data", self.num_data, 0.0)
+        _checks.device("device", self.device)
         auto, hint = self.batch_size == "auto", "Or 'auto', which is 8 to 32."
         return Recipe(
             rank=_checks.count("rank", self.rank, least=0),
