@@ -288,6 +288,7 @@ FAULTS = {
         "random state, grad mode, dtype, threads, flags and `requires_grad` are as before",
         (
             FUZZ + "test_any_arguments_give_a_result_or_a_documented_error",
+            FUZZ + "test_every_public_callable_is_in_the_table",
             FUZZ + "test_training_leaves_the_world_as_it_was",
             SAMPLING + "test_flags_grad_mode_and_requires_grad_are_unchanged",
         ),
@@ -373,6 +374,7 @@ FAULTS = {
             "faults/test_command_line.py::test_a_closed_pipe_is_no_error",
             "faults/test_command_line.py::test_narrow_terminals_are_no_error",
             "faults/test_command_line.py::test_any_arguments_end_with_a_known_code",
+            "faults/test_command_line_tables.py::test_any_words_end_with_a_known_code_and_nothing_half_written",
         ),
     ),
     59: Fault("one of several processes dies", "the others end", absent="training in several processes is not offered"),
