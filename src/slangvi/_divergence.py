@@ -78,8 +78,8 @@ class Watch:
 
     def __init__(self, reaction: str, advice: str) -> None:
         self.reaction, self.advice = reaction, advice
-        self._lengths: list[Tensor] = []
-        self._places: list[Tensor] = []
+        self._seen = 0  # looks of this window so far, without a gap
+        self._lengths = self._places = torch.empty(0)
 
     def due(self, step: int) -> bool:
         """Whether the step of this number is to be looked at."""
@@ -91,15 +91,14 @@ class Watch:
         Raises:
             DivergenceError: the window ends with an alarm, and that is the reaction to it.
         """
-        if after.step % (EVERY * LOOKS) == EVERY:
-            self._lengths, self._places = [], []
-        self._lengths.append(step_length(before, after, prior, lr, momentum))
-        self._places.append(after.loc[:: -(-len(after.loc) // KEPT)].clone())
-        if after.step % (EVERY * LOOKS) == 0:
-            lengths, places = self._lengths, self._places
-            self._lengths, self._places = [], []
-            if len(lengths) == LOOKS:
-                self._judge(torch.stack(lengths), torch.stack(places), _largest(lr), after.step)
+        place, index = after.loc[:: -(-len(after.loc) // KEPT)], (after.step // EVERY - 1) % LOOKS
+        if self._places.shape[1:] != place.shape or self._places.device != place.device:
+            self._seen, self._places, self._lengths = 0, place.new_empty(LOOKS, len(place)), place.new_empty(LOOKS)
+        self._places[index] = place
+        self._lengths[index] = step_length(before, after, prior, lr, momentum)
+        self._seen = index + 1 if index in (0, self._seen) else 0
+        if self._seen == LOOKS:
+            self._judge(self._lengths, self._places, _largest(lr), after.step)
 
     def _judge(self, lengths: Tensor, places: Tensor, lr: float, step: int) -> None:
         ordered = sorted(lengths.tolist())
