@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ class Server:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
+def serving(secure: ssl.SSLContext | None = None) -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             server.seen.append(self.path)
@@ -39,6 +40,10 @@ def serving() -> Iterator[Server]:
 
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server = Server(listener.server_port)
+    if secure is not None:
+        listener.socket = secure.wrap_socket(listener.socket, server_side=True)
+        listener.handle_error = lambda *arguments: None  # handshakes that fail are what is tested
+        server.base = server.base.replace("http:", "https:")
     thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -61,6 +66,19 @@ def good(body: bytes, length: int | None = -1, wait: float = 0.0, chunk: int = 1
         for start in range(0, len(body), chunk):
             handler.wfile.write(body[start : start + chunk])
             time.sleep(pause)
+
+    return answer
+
+
+def headed(*headers: tuple[str, str], body: bytes = b"some bytes") -> Answer:
+    """An answer with these headers, whether they make sense or not."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        for name, value in headers:
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
 
     return answer
 

@@ -251,3 +251,10 @@ def test_numbers_that_the_dtype_turns_into_zero_or_infinity_are_refused(value, f
     argument = {"number": value, "dict": {"*": value}, "tensor": tensor}[form]
     with pytest.raises(ValueError, match=r"^p must be finite and > 0 in torch\.float32"):
         _checks.per_parameter("p", argument, SPEC, torch.zeros(0))
+
+
+def test_devices_are_named():
+    assert _checks.device("device", torch.device("cpu")) == torch.device("cpu")
+    for wrong in ("", "no such", None, 1.5, b""):
+        with pytest.raises(ValueError, match="device must be a device such as 'cpu' or 'cuda:0', got"):
+            _checks.device("device", wrong)

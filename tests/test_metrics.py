@@ -336,3 +336,19 @@ def test_nothing_to_score_is_refused_rather_than_nan():
     ):
         with pytest.raises(ValueError, match="at least one"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: metrics.mutual_information(None), "probs must be a tensor of real numbers, got NoneType"),
+        (lambda: metrics.coverage([], torch.ones(3), 0.9), "draws must be a tensor of real numbers, got list"),
+        (lambda: metrics.interval_error({}, torch.ones(3)), "draws must be a tensor of real numbers, got dict"),
+        (lambda: metrics.mixture_nll(3, 1.0, torch.ones(3)), "draws must be a tensor of real numbers, got int"),
+        (lambda: metrics.coverage(torch.ones(0, 3), torch.ones(3), 0.9), r"draws must be real, .* got \(0, 3\)"),
+        (lambda: metrics.coverage(torch.ones(2, 3).long(), torch.ones(3), 0.9), "draws must be real, .*int64"),
+    ],
+)
+def test_draws_that_are_none_are_named(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from slangvi.distributions import LowRankPrecisionNormal as LowRankPrecisionNormal
     from slangvi.errors import CheckpointError as CheckpointError
     from slangvi.errors import DataError as DataError
+    from slangvi.errors import DivergenceError as DivergenceError
+    from slangvi.errors import DivergenceWarning as DivergenceWarning
     from slangvi.errors import MemoryExceededError as MemoryExceededError
     from slangvi.errors import NumericalError as NumericalError
     from slangvi.errors import UnsupportedModuleError as UnsupportedModuleError
@@ -112,6 +114,8 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "MemoryExceededError",
+    "DivergenceError",
+    "DivergenceWarning",
     "NumericalError",
     "UnsupportedModuleError",
     "UnverifiedGradientsWarning",
@@ -129,6 +133,8 @@ _HOMES = {
     "save": "slangvi.checkpoint",
     "DataError": "slangvi.errors",
     "MemoryExceededError": "slangvi.errors",
+    "DivergenceError": "slangvi.errors",
+    "DivergenceWarning": "slangvi.errors",
     "NumericalError": "slangvi.errors",
     "UnsupportedModuleError": "slangvi.errors",
     "UnverifiedGradientsWarning": "slangvi.errors",

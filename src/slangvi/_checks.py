@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slangvi.types import ParamSpec
 
-__all__ = ["betas", "choice", "count", "flag", "number", "per_parameter", "per_tensor", "rate", "tensors"]
+__all__ = ["betas", "choice", "count", "device", "flag", "number", "per_parameter", "per_tensor", "rate", "tensors"]
 
 PerParameter = float | Tensor | Mapping[str, float]
 
@@ -70,6 +70,19 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return value
+
+
+def device(name: str, value: Any) -> torch.device:
+    """A device of torch, or the name of one.
+
+    Example:
+        >>> device("device", "cpu:0")
+        device(type='cpu', index=0)
+    """
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name} must be a device such as 'cpu' or 'cuda:0', got {value!r}.") from error
 
 
 def tensors(**values: Any) -> None:

@@ -28,6 +28,7 @@ class Settings:
         routes: what to form, and how.
         compile: replay the step and the draws from CUDA graphs.
         max_bad_batches: batches with NaN or Inf that may be skipped in a row.
+        on_divergence: "warn", "raise" or "ignore".
     """
 
     num_data: int
@@ -42,6 +43,7 @@ class Settings:
     routes: Routes = Routes()  # noqa: RUF009 — frozen
     compile: bool = False
     max_bad_batches: int = 0
+    on_divergence: str = "warn"
 
     def __post_init__(self) -> None:
         _checks.count("num_data", self.num_data, hint="Pass the number of training examples, len(train_set).")
@@ -54,6 +56,7 @@ class Settings:
         _checks.flag("verify", self.verify)
         _checks.flag("compile", self.compile)
         _checks.count("max_bad_batches", self.max_bad_batches, least=0, hint="0 raises at the first one.")
+        _checks.choice("on_divergence", self.on_divergence, ("warn", "raise", "ignore"))
         if self.compile and self.max_bad_batches:
             raise ValueError(
                 "max_bad_batches must be 0 with compile=True: a replayed step is still running when the next batch "

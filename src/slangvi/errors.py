@@ -5,6 +5,8 @@ import torch
 __all__ = [
     "CheckpointError",
     "DataError",
+    "DivergenceError",
+    "DivergenceWarning",
     "MemoryExceededError",
     "NumericalError",
     "UnsupportedModuleError",
@@ -26,6 +28,14 @@ class MemoryExceededError(torch.OutOfMemoryError):
 
 class NumericalError(ArithmeticError):
     """A step met NaN or Inf; the state is what it was before the step."""
+
+
+class DivergenceError(NumericalError):
+    """A run goes to and fro instead of converging; all numbers are finite, and the state is that of the step before."""
+
+
+class DivergenceWarning(UserWarning):
+    """The same, where it does not end the run."""
 
 
 class UnsupportedModuleError(TypeError):

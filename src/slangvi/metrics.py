@@ -142,6 +142,7 @@ def mutual_information(probs: Tensor) -> Tensor:
         >>> mutual_information(torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]]))
         tensor([0.6931, 0.0000])
     """
+    _checks.tensors(probs=probs)
     if probs.ndim < 2 or len(probs) == 0:
         raise ValueError(f"probs must be (S, ..., C) with S ≥ 1 draws in front, got {tuple(probs.shape)}.")
     exact = probs.double()
@@ -256,7 +257,7 @@ def mixture_nll(means: Tensor, std: float | Tensor, targets: Tensor) -> float:
         >>> round(mixture_nll(torch.zeros(2, 3, 1), 1.0, torch.zeros(3, 1)), 4)
         0.9189
     """
-    _same_shape(means[0], targets)
+    _same_shape(_one_of(means), targets)
     # Asked for by name, since torch.compile turns torch's own checks off for the whole process.
     normal = torch.distributions.Normal(means.double(), torch.as_tensor(std, dtype=torch.float64), validate_args=True)
     logs = normal.log_prob(targets.double()).reshape(len(means), len(targets), -1).sum(-1)
@@ -275,7 +276,7 @@ def coverage(draws: Tensor, targets: Tensor, level: float) -> float:
         >>> coverage(torch.linspace(-1, 1, 101).unsqueeze(1), torch.tensor([0.3]), 0.5)
         1.0
     """
-    _same_shape(draws[0], targets)
+    _same_shape(_one_of(draws), targets)
     level = _checks.number("level", level, 0.0, 1.0)
     tails = torch.tensor([0.5 - level / 2, 0.5 + level / 2], dtype=draws.dtype, device=draws.device)
     low, high = torch.quantile(draws, tails, dim=0)
@@ -286,6 +287,14 @@ def interval_error(draws: Tensor, targets: Tensor) -> float:
     """Calibration error of a regression: mean |coverage − level| over levels 0.1, 0.2, …, 0.9."""
     levels = [k / 10 for k in range(1, 10)]
     return sum(abs(coverage(draws, targets, level) - level) for level in levels) / len(levels)
+
+
+def _one_of(draws: Tensor) -> Tensor:
+    """What the first draw predicts."""
+    _checks.tensors(draws=draws)
+    if draws.ndim == 0 or len(draws) == 0 or not draws.is_floating_point():
+        raise ValueError(f"draws must be real, (S, n, ...) with S ≥ 1, got {tuple(draws.shape)} of {draws.dtype}.")
+    return draws[0]
 
 
 def _same_shape(mean: Tensor, targets: Tensor) -> None:

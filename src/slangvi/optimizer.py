@@ -25,7 +25,7 @@ from slangvi._hooks import called, held
 from slangvi._out_of_memory import out_of_memory_advice
 from slangvi._settings import Settings
 from slangvi._steps import ELBO, Prior
-from slangvi.errors import NumericalError, UnsupportedModuleError
+from slangvi.errors import DivergenceError, NumericalError, UnsupportedModuleError
 from slangvi.grads import GradientCapture, RowGroup
 from slangvi.grads.assemble import outside_frames
 from slangvi.types import Params, ParamSpec, uncompiled
@@ -213,7 +213,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             # GradScaler takes these away only after a step that went well.
             self.__dict__.pop("grad_scale", None)
             self.__dict__.pop("found_inf", None)
-            if not isinstance(error, NumericalError):
+            if not isinstance(error, NumericalError) or isinstance(error, DivergenceError):
                 raise
             self._pass_over(error)
             return None if closure is None else math.nan
@@ -253,6 +253,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         self._warn_of_lost_gradients()
         with out_of_memory_advice("in the update", self._state, rows), self._exact():
             state, info = self._advance_rows(rows)
+            self._examine(state)
         if losses:
             fit = self._log_likelihood(losses, sum(group.num_rows for group in rows))
             info = replace(info, expected_log_likelihood=fit)  # type: ignore[type-var]
@@ -261,6 +262,9 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             info = replace(info, skipped=self.num_skipped)  # type: ignore[type-var]
         self._state, self.info = state, info
         self._write_mean()
+
+    def _examine(self, after: StateT) -> None:
+        """Look at a state that is about to be taken over; raises to refuse it."""
 
     def _write_draw(self, generator: torch.Generator | None) -> None:
         """One draw into the model's parameters."""

@@ -312,6 +312,13 @@ def test_the_table_of_records_has_every_field(name):
         assert record.fields == kind._fields
 
 
+def test_nothing_in_the_library_unpacks_archives():
+    """So that no member of one can be written outside its folder; gzip and the like hold one file without a name."""
+    for name in IMPORTS:
+        assert not {"tarfile", "zipfile", "zipimport"} & IMPORTS[name], name
+        assert "unpack_archive" not in {n.attr for n in ast.walk(TREES[name]) if isinstance(n, ast.Attribute)}, name
+
+
 def test_nothing_in_the_library_unpickles():
     for name, tree in TREES.items():
         assert not {"pickle", "dill", "cloudpickle", "marshal", "shelve"} & IMPORTS[name], name

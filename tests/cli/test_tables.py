@@ -108,6 +108,20 @@ def test_the_report_is_written_into_the_folder_or_where_it_should_go(place, tmp_
     assert found == {"out": str(tmp_path / "page.html"), "bytes": (tmp_path / "page.html").stat().st_size}
 
 
+FORMULAS = ["=cmd()", "+1+1", "-x", "@SUM(A1)", "\uff1dcmd()", "\uff0b1", "\uff0dx", "\uff20x"]
+
+
+def test_no_cell_that_is_copied_is_a_formula(place, tmp_path):
+    """Spreadsheets run cells that begin with a sign; a quote before it makes them text."""
+    new = tmp_path / "new.csv"
+    lines = [f"100,Bern,{word},-1.5" for word in FORMULAS]
+    new.write_text("\n".join(["size,town,@note,+n", *lines]) + "\n", encoding="utf-8")
+    result = invoke("predict", place / "houses", new, "--out", "-", "--quiet", "--keep", "@note", "--keep", "+n")
+    rows = rows_of(result.output)
+    assert [row["'@note"] for row in rows] == [f"'{word}" for word in FORMULAS]
+    assert [row["'+n"] for row in rows] == ["-1.5"] * len(FORMULAS)  # a number is no formula
+
+
 # ---- what is refused ----
 
 
@@ -121,6 +135,9 @@ def test_the_report_is_written_into_the_folder_or_where_it_should_go(place, tmp_
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--hidden", "a"], 2, "should be widths"),
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--hidden", "4,-4"], 2, "should be widths"),
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--max-mb", "0.0001"], 1, "Raise --max-mb"),
+        (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--max-mb", "inf"], 2, "not a finite number"),
+        (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--prior-precision", "nan"], 2, "not a finite"),
+        (["predict", "{}/houses", "{}/houses.csv", "--out", "-", "--level", "nan"], 2, "not a finite number"),
         (["predict", "{}/houses", "{}/kinds.csv", "--out", "-"], 1, "no column 'size', 'town'"),
         (["predict", "{}/houses", "{}/houses.csv", "--out", "{}/houses.csv"], 2, "Use --force to replace it"),
         (["predict", "{}/houses", "{}/houses.csv", "--out", "-", "--json"], 2, "both print to standard output"),

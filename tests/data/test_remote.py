@@ -6,7 +6,10 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -16,10 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from serving import files_in, good, redirect
+from serving import files_in, good, headed, redirect, serving
 from slangvi.data import _lock, _remote
 from slangvi.data._download import RejectedError, check_url
 from slangvi.data._remote import File, cache_root, fetch, is_offline, locate
+from slangvi.data.libsvm import LIBSVM
+from slangvi.data.mnist import IMAGES
+from slangvi.data.uci import UCI
 from slangvi.errors import DataError
 
 BODY = b"a,b\n" * 50_000
@@ -157,6 +163,17 @@ def refuse(path: Path, name: str) -> None:
         (lambda handler: None, {}, "Remote end closed connection"),
         (redirect("http://example.com/tiny"), {}, "redirected to http://example.com/tiny, which is not https: refused"),
         (redirect("ftp://127.0.0.1/tiny"), {}, "redirected to ftp://127.0.0.1/tiny, which is not https"),
+        (redirect("file:///etc/passwd"), {}, "Redirection to url .file:///etc/passwd. is not allowed"),
+        (redirect("data:text/plain,x"), {}, "Redirection to url .data:text/plain,x. is not allowed"),
+        (redirect("//example.com/tiny"), {}, "redirected to http://example.com/tiny, which is not https"),
+        (redirect("/tiny"), {}, "HTTP 302 .*infinite loop"),
+        (headed(("Content-Length", "9" * 6000)), {"sha256": "0" * 64}, "what came has SHA-256"),
+        (headed(("Content-Length", "-5")), {"sha256": "0" * 64}, "what came has SHA-256"),
+        (headed(("Content-Length", "1e9")), {"sha256": "0" * 64}, "what came has SHA-256"),
+        (headed(("Content-Length", "100"), body=BODY), {"sha256": sha256(BODY)}, "what came has SHA-256"),
+        (headed(("Transfer-Encoding", "chunked")), {}, "IncompleteRead|invalid literal"),
+        (headed(*((f"X-{k}", "x") for k in range(200))), {}, "got more than 100 headers"),
+        (headed(("X", "x" * 100_000)), {}, "got more than 65536 bytes when reading header line"),
     ],
     ids=lambda value: value[:25] if isinstance(value, str) else "",
 )
@@ -165,17 +182,55 @@ def test_a_failure_says_why_and_leaves_nothing(server, cache, answer, changes, r
     with pytest.raises(DataError, match=reason) as caught:
         fetch(file, timeout=0.1 if "no answer" in reason else 10.0)
     message = str(caught.value)
+    assert len(message) < 2000
     assert message.startswith("set/tiny could not be fetched, and nothing was kept.\n")
     assert file.urls[0] in message
     assert str(file.target) in message
     assert files_in(cache) == []
 
 
-def test_a_server_that_drips_is_given_up_in_the_end(server, cache, monkeypatch):
+def dripping_headers(handler):
+    """Byte by byte, each in time."""
+    for byte in b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 200:
+        handler.wfile.write(bytes([byte]))
+        handler.wfile.flush()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "answer", [good(BODY[:100], chunk=1, pause=0.02), good(BODY[:100], None, chunk=1, pause=0.02), dripping_headers]
+)
+def test_a_server_that_drips_is_given_up_in_the_end(server, cache, monkeypatch, answer):
     monkeypatch.setattr(_remote, "PATIENCE", 0.025)
-    file = table_row(server.put("/tiny", good(BODY[:100], chunk=1, pause=0.02)))
+    file = table_row(server.put("/tiny", answer))
     with pytest.raises(DataError, match=r"only \d+ bytes within 0\.25 s"):
         fetch(file, timeout=10.0)
+    assert files_in(cache) == []
+    assert threading.active_count() < 20
+
+
+def test_a_handshake_that_never_ends_is_given_up(cache, monkeypatch):
+    """A server that accepts the connection and says nothing of TLS, or ever so slowly."""
+    monkeypatch.setattr(_remote, "PATIENCE", 0.025)
+    within = pytest.raises(DataError, match=r"only 0 bytes within 0\.25 s")
+    with socket.create_server(("127.0.0.1", 0)) as listener, within:
+        fetch(table_row(f"https://127.0.0.1:{listener.getsockname()[1]}/tiny"), timeout=10.0)
+    assert files_in(cache) == []
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_a_certificate_nobody_vouches_for_is_refused(cache, tmp_path):
+    made = [str(tmp_path / name) for name in ("key.pem", "cert.pem")]
+    words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    command = ["openssl", *words.split(), "-keyout", made[0], "-out", made[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made[1], made[0])
+    with serving(context) as server:
+        url = server.put("/tiny", BODY).replace("127.0.0.1", "localhost")
+        with pytest.raises(DataError, match="certificate verify failed: self-signed certificate"):
+            fetch(table_row(url))
+    assert server.seen == []
     assert files_in(cache) == []
 
 
@@ -270,6 +325,22 @@ def test_a_cache_that_cannot_be_written_is_said_so(server, cache):
     cache.chmod(0o500)
     with pytest.raises(DataError, match=r"cannot be written: Permission denied\. Set SLANGVI_DATA"):
         fetch(table_row(server.put("/tiny", BODY)))
+
+
+def test_a_read_only_cache_serves_what_it_has_and_says_so_for_the_rest(server, cache, monkeypatch):
+    there, missing = table_row(), table_row(server.put("/tiny", BODY), path="set/other")
+    there.target.parent.mkdir(parents=True)
+    there.target.write_bytes(BODY)
+
+    def refuse_to_write(*arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(_lock.os, "open", refuse_to_write)
+    assert fetch(there).read_bytes() == BODY
+    with pytest.raises(DataError, match=r"cannot be written: Read-only file system\. Set SLANGVI_DATA"):
+        fetch(missing)
+    assert server.seen == []
+    assert files_in(cache) == ["set/tiny"]
 
 
 def test_a_file_in_place_of_the_cache_is_said_so(server, cache):
@@ -419,3 +490,19 @@ def test_without_locks_files_are_fetched_all_the_same(server, cache, monkeypatch
     with _lock.alone(cache / "set" / "tiny", 1.0), _lock.alone(cache / "set" / "tiny", 1.0):
         assert files_in(cache) == ["set/.tiny.lock", "set/tiny"]
     assert files_in(cache) == ["set/tiny"]
+
+
+# ---- what the tables promise ----
+
+
+@pytest.mark.parametrize("dataset", [*LIBSVM.values(), *UCI.values(), *IMAGES.values()], ids=lambda row: row.name)
+def test_every_file_stays_in_the_cache_and_is_checked(dataset):
+    for file in dataset.files:
+        for path in (file.path, *file.also):
+            parts = Path(path).parts
+            assert not Path(path).is_absolute()
+            assert ".." not in parts
+        assert file.urls
+        assert all(url.startswith("https://") for url in file.urls)
+        assert 0 < file.max_bytes < 200_000_000
+        assert file.sha256 is not None or file.check is not None

@@ -230,8 +230,11 @@ FAULTS = {
     36: Fault("identical and zero gradients", "finite", (DATA + "test_awkward_data_are_learnt_from",)),
     37: Fault(
         "rates far too large",
-        "`NumericalError`, the last good state kept",
+        "`NumericalError`, or a warning or `DivergenceError` where all is finite; the last good state kept",
         (
+            "test_divergence.py::test_a_hundred_times_the_usual_rate_is_loud",
+            "test_divergence.py::test_raising_leaves_the_state_before_and_is_no_bad_batch",
+            "test_divergence.py::test_estimators_tell_of_it",
             SAMPLING + "test_far_too_large_rates_fail_loudly_and_keep_the_last_good_state",
             "test_soak.py::test_rates_far_too_large_never_show_a_bad_state",
         ),
@@ -257,12 +260,19 @@ FAULTS = {
     42: Fault(
         "copies, pickles, worker processes",
         "go on as the original",
-        ("optimizer/test_methods.py::test_copies_go_on_like_the_original", DATA + "test_worker_processes_do_no_harm"),
+        (
+            "optimizer/test_methods.py::test_copies_go_on_like_the_original",
+            "estimators/test_resume.py::test_partial_fits_go_on_from_every_moment",
+            DATA + "test_worker_processes_do_no_harm",
+        ),
     ),
     43: Fault(
-        "an exception or Ctrl-C while the weights are a draw",
-        "the mean is back",
-        (SAMPLING + "test_an_exception_inside_restores_the_mean",),
+        "an exception or Ctrl-C while the weights are a draw, or while an estimator is fitted",
+        "the mean is back; the estimator is as it was",
+        (
+            SAMPLING + "test_an_exception_inside_restores_the_mean",
+            "estimators/test_resume.py::test_a_call_that_ends_early_leaves_the_estimator_as_it_was",
+        ),
     ),
     45: Fault(
         "a closure that raises or changes the model",
@@ -278,6 +288,7 @@ FAULTS = {
         "random state, grad mode, dtype, threads, flags and `requires_grad` are as before",
         (
             FUZZ + "test_any_arguments_give_a_result_or_a_documented_error",
+            FUZZ + "test_every_public_callable_is_in_the_table",
             FUZZ + "test_training_leaves_the_world_as_it_was",
             SAMPLING + "test_flags_grad_mode_and_requires_grad_are_unchanged",
         ),
@@ -342,6 +353,14 @@ FAULTS = {
             REMOTE + "test_a_failure_says_why_and_leaves_nothing",
             REMOTE + "test_only_https_is_asked",
             REMOTE + "test_a_full_disk_is_said_so_and_leaves_nothing",
+            REMOTE + "test_a_read_only_cache_serves_what_it_has_and_says_so_for_the_rest",
+            REMOTE + "test_a_server_that_drips_is_given_up_in_the_end",
+            REMOTE + "test_a_handshake_that_never_ends_is_given_up",
+            REMOTE + "test_a_certificate_nobody_vouches_for_is_refused",
+            REMOTE + "test_processes_fetch_once",
+            REMOTE + "test_every_file_stays_in_the_cache_and_is_checked",
+            "checkpoint/test_refusals.py::test_nothing_in_the_library_unpacks_archives",
+            "data/test_idx.py::test_a_bomb_is_not_unpacked",
             "data/test_svmlight.py::test_a_file_that_unpacks_without_end_is_refused",
         ),
     ),
@@ -355,6 +374,7 @@ FAULTS = {
             "faults/test_command_line.py::test_a_closed_pipe_is_no_error",
             "faults/test_command_line.py::test_narrow_terminals_are_no_error",
             "faults/test_command_line.py::test_any_arguments_end_with_a_known_code",
+            "faults/test_command_line_tables.py::test_any_words_end_with_a_known_code_and_nothing_half_written",
         ),
     ),
     59: Fault("one of several processes dies", "the others end", absent="training in several processes is not offered"),

@@ -174,3 +174,14 @@ def test_an_unbatched_input_is_not_taken_for_a_batch():
 
     torch.manual_seed(0)
     assert_same(*gradients(Case(Shared(), (torch.randn(M, 4),), squares, M)))
+
+
+def test_rules_are_for_classes_of_modules():
+    with pytest.raises(TypeError, match=r"takes classes of modules, got Linear\("):
+        register_rule(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="takes classes of modules, got None"):
+        register_rule()
+    with pytest.raises(TypeError, match="shares_inputs must be True or False, got 1"):
+        register_rule(nn.Bilinear, shares_inputs=1)
+    with pytest.raises(TypeError, match=r"a rule must be a function .* got 'rule'"):
+        register_rule(nn.Bilinear)("rule")

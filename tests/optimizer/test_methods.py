@@ -164,3 +164,14 @@ def test_what_cannot_be_replayed_says_so(name, request):
     kind, options = CLASSES[name]
     with pytest.raises(TypeError, match=f"compile=True is for slangvi.SLANG; {name} cannot replay its steps"):
         kind(nn.Linear(2, 1), num_data=3, compile=True, **options)
+
+
+def test_two_optimizers_on_one_model_do_not_disturb_each_other(make):
+    """While both listen to the same layers, and after one of them has gone."""
+    (model, x, y), (other, _, _) = model_and_data(), model_and_data()
+    head, body = make(model, params=model[2].parameters()), make(model, params=model[0].parameters())
+    alone = make(other, params=other[2].parameters())
+    assert_identical(train(head, x, y), train(alone, x, y))
+    assert body._state.step == 0
+    del body
+    assert_identical(train(head, x, y), train(alone, x, y))

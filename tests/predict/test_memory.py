@@ -70,3 +70,16 @@ def test_values_that_had_to_be_made_up_are_told():
     plan = slangvi.estimate_prediction_memory(slangvi.functional_samples, model, posterior_of(model), torch.ones(2, 3))
     assert plan.guesses > 0
     assert "another path" in str(plan)
+
+
+def test_what_is_no_model_posterior_or_prediction_is_named():
+    model = nn.Linear(2, 1)
+    q, x = posterior_of(model), torch.zeros(3, 2)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
+        slangvi.estimate_prediction_memory(slangvi.predictive_samples, 3, q, x)
+    with pytest.raises(TypeError, match="posterior must be that of an optimizer or a method, got NoneType"):
+        slangvi.estimate_prediction_memory(slangvi.predictive_samples, model, None, x)
+    with pytest.raises(TypeError, match="predict must be a function such as"):
+        slangvi.estimate_prediction_memory("predict", model, q, x)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got NoneType"):
+        slangvi.linearised_predictive(None, q, x)

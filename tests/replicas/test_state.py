@@ -109,3 +109,13 @@ def test_generators_on_different_devices_or_of_another_number_are_refused():
     state = replicas.init({"w": torch.zeros(2)}, 3, rank=1)
     with pytest.raises(ValueError, match="one for each of the 3 replicas on one device, got 2"):
         replicas.sample(state, (2,), replicas.streams([0, 1]))
+
+
+def test_seeds_are_whole_numbers():
+    assert [g.initial_seed() for g in replicas.streams([1, 2**64 - 1])] == [1, 2**64 - 1]
+    with pytest.raises(TypeError, match="seeds must be one whole number for each replica, got 3"):
+        replicas.streams(3)
+    with pytest.raises(TypeError, match="seeds must be a whole number"):
+        replicas.streams(["a"])
+    with pytest.raises(ValueError, match="seeds must be below 2⁶⁴"):
+        replicas.streams([2**64])

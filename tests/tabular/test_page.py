@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -91,3 +92,35 @@ def test_a_record_that_makes_no_sense_is_refused(classification):
     spoilt = replace(classification, record={**classification.record, "held_out": {"target": []}})
     with pytest.raises(DataError, match="the record of the model cannot be understood"):
         page(spoilt)
+
+
+BREAKING = [
+    "</title><script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' onmouseover='alert(1)",
+    "<!-- -->",
+    "{{7*7}}",
+    "&lt;script&gt;",
+    "\u202egpj.exe",
+    "javascript:alert(1)",
+]
+
+
+@pytest.mark.parametrize("evil", BREAKING)
+def test_names_of_all_kinds_stay_text(evil, tmp_path):
+    """As the target, an input, a level, a label, a column that is dropped or excluded, and the file itself."""
+    path = tmp_path / "data.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([evil, f"in {evil}", f"same {evil}", f"left {evil}", "x"])
+        writer.writerows([[evil if k % 2 else "b", [evil, "c"][k % 3 == 0], evil, k, k / 7] for k in range(30)])
+    model = fitted(path, evil, exclude=(f"left {evil}",), rank=0, hidden=())
+    model.record.update(data=f"{evil}.csv")
+    text = page(model)
+    seen = Seen(text)
+    assert seen.text.count(evil) >= 6
+    assert not {"script", "svg", "iframe", "a", "link", "form"} & set(seen.tags)
+    assert seen.tags.count("img") == 4
+    assert not [name for name, _ in seen.attributes if name.startswith("on") or name in ("href", "style")]
+    policies = [value for name, value in seen.attributes if name == "content"]
+    assert any(value.startswith("default-src 'none'; img-src data:;") for value in policies)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slangvi.errors import DataError
+from slangvi.tabular import reading
 from slangvi.tabular.reading import MAX_COLUMNS, Table, parse, read_csv
 
 
@@ -59,6 +60,20 @@ def test_formulas_stay_text():
 def test_what_is_no_table_is_refused_with_a_reason(content, message):
     with pytest.raises(DataError, match=message):
         parse(content)
+
+
+def test_more_cells_than_allowed_are_refused_while_reading(tmp_path, monkeypatch):
+    """Short cells take more memory than the file does."""
+    with pytest.raises(DataError, match=r"the file has more than 6 cells\. Raise --max-mb, or give fewer rows"):
+        parse(b"a,b\n" + b",1\n" * 4, max_cells=6)
+    assert len(parse(b"a,b\n" + b",1\n" * 3, max_cells=6)) == 3
+    path = tmp_path / "cells.csv"
+    path.write_bytes(b"a,b\n" + b",1\n" * 4)
+    assert len(read_csv(path, max_mb=1.0)) == 4
+    monkeypatch.setattr(reading, "MAX_CELLS", 6)
+    assert len(read_csv(path, max_mb=1.0)) == 4  # 100,000 for every MB
+    with pytest.raises(DataError, match="more than 6 cells"):
+        read_csv(path, max_mb=0.00002)
 
 
 @given(st.binary(max_size=200) | st.text(alphabet='a1",;\t\n\r =\x00é', max_size=60).map(str.encode))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,7 +12,18 @@ from typing import Any
 
 import click
 
-__all__ = ["check_new", "guarded", "progress_bars", "require"]
+__all__ = ["FiniteRange", "check_new", "guarded", "progress_bars", "require"]
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers in which neither inf nor nan is one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """From the word that was given."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slangvi.cli._common import check_new, guarded, progress_bars, require
+from slangvi.cli._common import FiniteRange, check_new, guarded, progress_bars, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,15 +30,15 @@ _WORDS = {"nll": "NLL (nats)", "rmse": "RMSE", "accuracy": "accuracy", "ece": "c
 @click.option("--out", type=_folder, required=True, metavar="MODEL", help="Folder for the model.")
 @click.option("--task", type=click.Choice(["classification", "regression"]), help="Found from the target if not given.")
 @click.option("--exclude", multiple=True, metavar="COLUMN", help="Do not use this column; may be given several times.")
-@click.option("--rank", type=click.IntRange(0), default=4, show_default=True, help="Of the posterior's precision.")
+@click.option(
+    "--rank", type=click.IntRange(0, 1000), default=4, show_default=True, help="Of the posterior's precision."
+)
 @click.option("--epochs", type=click.IntRange(1), default=100, show_default=True, help="Passes over the rows.")
 @click.option("--hidden", default="50", show_default=True, metavar="N,N", help="Hidden layers; 0 is a linear model.")
-@click.option("--prior-precision", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
+@click.option("--prior-precision", type=FiniteRange(0, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of split, weights and draws.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option(
-    "--max-mb", type=click.FloatRange(0, min_open=True), default=200.0, show_default=True, help="Largest file."
-)
+@click.option("--max-mb", type=FiniteRange(0, min_open=True), default=200.0, show_default=True, help="Largest file.")
 @click.option("--no-refit", is_flag=True, help="Keep the model of four fifths of the rows, whose scores are printed.")
 @click.option("--force", is_flag=True, help="Replace a model that is there.")
 @click.option("--quiet", is_flag=True, help="Print nothing.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slangvi.cli._common import check_new, guarded, require
+from slangvi.cli._common import FiniteRange, check_new, guarded, require
 
 if TYPE_CHECKING:
     from slangvi.tabular.model import Model
@@ -27,13 +27,11 @@ _out = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 @click.argument("model", type=_folder, metavar="MODEL")
 @click.argument("data", type=_file, metavar="NEW.csv")
 @click.option("--out", type=_out, required=True, metavar="PRED.csv", help="Where predictions go; - prints them.")
-@click.option("--level", type=click.FloatRange(0, 1, True, True), default=0.9, show_default=True, help="Of intervals.")
+@click.option("--level", type=FiniteRange(0, 1, True, True), default=0.9, show_default=True, help="Of intervals.")
 @click.option(
     "--keep", multiple=True, metavar="COLUMN", help="Copy this column of NEW.csv; may be given several times."
 )
-@click.option(
-    "--max-mb", type=click.FloatRange(0, min_open=True), default=200.0, show_default=True, help="Largest file."
-)
+@click.option("--max-mb", type=FiniteRange(0, min_open=True), default=200.0, show_default=True, help="Largest file.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 @click.option("--quiet", is_flag=True, help="Print nothing but predictions.")
 @click.option("--json", is_flag=True, help="Print the outcome for programs.")

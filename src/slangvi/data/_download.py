@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import http.client
 import os
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from slangvi.data._deadline import Deadline
 
 __all__ = ["Progress", "RejectedError", "download"]
 
@@ -42,25 +43,34 @@ def download(
         OSError: the file cannot be written.
     """
     check_url(url)
-    with part.open("xb") as handle:
-        end = time.monotonic() + patience
+    with part.open("xb") as handle, Deadline(patience) as deadline:
         done = 0
-        response = _network(lambda: _open(url, timeout), timeout)
-        with response:
+
+        def network(call: Callable[[], Any]) -> Any:
+            try:
+                return _network(call, timeout)
+            except RejectedError as error:
+                raise (_too_slow(done, patience) if deadline.over else error) from error
+
+        with network(lambda: _open(url, timeout, deadline)) as response:
             total = _announced(response, max_bytes)
-            while chunk := _network(lambda: response.read1(CHUNK), timeout):
+            while chunk := network(lambda: response.read1(CHUNK)):
                 done += len(chunk)
                 if done > max_bytes:
                     raise RejectedError(f"larger than the {max_bytes:,} bytes allowed.")
-                if time.monotonic() > end:
-                    raise RejectedError(f"only {done:,} bytes within {patience:g} s.")
                 handle.write(chunk)
                 if progress is not None:
                     progress(name, done, total)
+        if deadline.over:
+            raise _too_slow(done, patience)
         if done < total:
             raise RejectedError(f"the connection ended after {done:,} of {total:,} bytes.")
         handle.flush()
         os.fsync(handle.fileno())
+
+
+def _too_slow(done: int, patience: float) -> RejectedError:
+    return RejectedError(f"only {done:,} bytes within {patience:g} s.")
 
 
 def check_url(url: str, before: str = "") -> None:
@@ -83,16 +93,17 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _open(url: str, timeout: float) -> Any:
+def _open(url: str, timeout: float, deadline: Deadline) -> Any:
     """Send the request; proxies are those of the environment as it is now."""
     request = urllib.request.Request(url, headers={"User-Agent": "slangvi"})
-    return urllib.request.build_opener(_Redirects).open(request, timeout=timeout)
+    return urllib.request.build_opener(_Redirects, *deadline.handlers()).open(request, timeout=timeout)
 
 
 def _announced(response: Any, max_bytes: int) -> int:
-    """Bytes the server says it sends; 0 where it does not say."""
+    """Bytes the server says it sends; 0 where it does not say, or says nonsense."""
     text = response.headers.get("Content-Length") or "0"
-    total = int(text) if text.isdecimal() else 0
+    # Python refuses to read numbers of thousands of digits, and no file is that long.
+    total = int(text) if text.isdecimal() and len(text) < 20 else 0
     if total > max_bytes:
         raise RejectedError(f"{total:,} bytes, and {max_bytes:,} are allowed.")
     return total

@@ -125,6 +125,7 @@ def folds(rows: Tensor, seed: int, num_folds: int = 5) -> tuple[Indices, ...]:
         >>> [fold.test.tolist() for fold in folds(torch.tensor([3, 5, 7, 9, 11]), seed=0, num_folds=2)]
         [[7, 3, 5], [9, 11]]
     """
+    _checks.tensors(rows=rows)
     if rows.ndim != 1 or rows.dtype is not torch.int64:
         raise ValueError(f"rows must be (n,) of int64, got shape {tuple(rows.shape)} of {rows.dtype}.")
     if _checks.count("num_folds", num_folds, 2) > len(rows):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -111,7 +113,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
 
     # ---- training ----
 
-    def _fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> Any:
+    def _fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> None:
         recipe = self._checked()
         go_on = self.warm_start and hasattr(self, "state_")
         X, y, weights = self._validated(X, y, sample_weight, not go_on, options)
@@ -129,9 +131,8 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         if patience is not None:
             self.validation_nll_, self.best_validation_nll_ = patience.losses, patience.best
         self._keep(training)
-        return self
 
-    def _partial_fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> Any:
+    def _partial_fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> None:
         recipe, first = self._checked(), not hasattr(self, "state_")
         X, y, weights = self._validated(X, y, sample_weight, first, options)
         generators = self._generators()
@@ -144,7 +145,6 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         self.loss_curve_ = [*getattr(self, "loss_curve_", []), *losses]
         self.n_iter_ = len(self.loss_curve_)
         self._keep(training)
-        return self
 
     def _checked(self) -> Recipe:
         """Parameters, checked when they are needed and not before, as scikit-learn wants it."""
@@ -159,6 +159,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
             _checks.flag(name, getattr(self, name))
         if self.num_data is not None:
             _checks.number("num_data", self.num_data, 0.0)
+        _checks.device("device", self.device)
         auto, hint = self.batch_size == "auto", "Or 'auto', which is 8 to 32."
         return Recipe(
             rank=_checks.count("rank", self.rank, least=0),
@@ -233,6 +234,23 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     def _kept_noise(self) -> Noise | None:
         noise: Noise | None = self._last_noise
         return None if noise is None else noise.copy()
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What fails or is interrupted inside leaves the estimator as it was, so that it can be done again.
+
+        A random source that was handed in, or is numpy's own, has moved on all the same: it is not ours to set back.
+        """
+        before, source = dict(vars(self)), getattr(self, "_source", None)
+        drawn = source.get_state() if source is not None and isinstance(self.random_state, Integral) else None
+        try:
+            yield
+        except BaseException:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            if source is not None and drawn is not None:
+                source.set_state(drawn)
+            raise
 
     def _forget(self) -> None:
         """What an earlier fit left behind, so that the next one does not depend on it."""

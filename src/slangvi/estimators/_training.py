@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slangvi._steps import Cosine, Schedule
+from slangvi._divergence import Watch
+from slangvi._steps import Cosine, Schedule, rate_at
 from slangvi.errors import NumericalError
 from slangvi.estimators._data import order_of
 from slangvi.estimators._noise import Noise
@@ -21,6 +22,7 @@ __all__ = ["Patience", "Recipe", "Rows", "Training", "lean"]
 
 # Share of a first fit for which learnt noise stays where it starts, and in which given noise falls to what it is.
 _HOLD, _FALL = 0.3, 0.6
+_MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Training:
 
     def __init__(self, module: nn.Module, recipe: Recipe, noise: Noise | None, state: slang.State | None) -> None:
         self.module, self.recipe, self.noise = module, recipe, noise
+        self._watch = Watch("warn", f"Lower learning_rate_init (it is {recipe.lr:g}), or give larger batches.")
         self._hold = self._fall = 0
         self.state: slang.State = self._method(1, recipe.lr, recipe.precision_lr, 1.0).init(self._params())
         if state is not None:
@@ -140,7 +143,7 @@ class Training:
         for epoch in range(1, epochs + 1):
             order = order_of(cumulative, per_epoch * size, generators[0]).to(rows.x.device)
             try:
-                losses.append(self._epoch(method, rows, order.split(size), generators[1]))
+                losses.append(self._epoch(method, alpha, rows, order.split(size), generators[1]))
             except NumericalError as error:
                 raise NumericalError(_advice(epoch, self.recipe, error)) from error
             stop = patience is not None and patience.exhausted(self.state, self.noise)
@@ -155,12 +158,17 @@ class Training:
             self.noise.fall(1.0)  # a fit may have ended on the way
         return losses
 
-    def _epoch(self, method: Transform, rows: Rows, batches: tuple[Tensor, ...], generator: torch.Generator) -> float:
+    def _epoch(
+        self, method: Transform, lr: Schedule, rows: Rows, batches: tuple[Tensor, ...], generator: torch.Generator
+    ) -> float:
         total = 0.0
         for picked in batches:
             if self.noise is not None:
                 self.noise.fall(min(1.0, self.state.step / self._fall) if self._fall else 1.0)
-            self.state, info = method.update(self.state, (rows.x[picked], rows.y[picked]), generator=generator)
+            before = self.state
+            self.state, info = method.update(before, (rows.x[picked], rows.y[picked]), generator=generator)
+            if self._watch.due(self.state.step):
+                self._watch.look(before, self.state, info._prior, rate_at("lr", lr, self.state.step), _MOMENTUM)
             seen = info.expected_log_likelihood / len(rows.x)
             total -= seen
             if self.noise is not None and self.state.step > self._hold:
@@ -184,6 +192,7 @@ class Training:
             precision_lr=beta,
             prior_precision=recipe.prior_precision,
             init_precision=recipe.init_precision,
+            momentum=_MOMENTUM,
             mc_samples=recipe.mc_samples,
             temperature=temperature,
             model=self.module,
@@ -192,8 +201,8 @@ class Training:
 
 def _advice(epoch: int, recipe: Recipe, error: NumericalError) -> str:
     return (
-        f"fit met NaN or Inf in epoch {epoch}: {error} The estimator is not fitted. Lower learning_rate_init (it is "
-        f"{recipe.lr:g}), raise prior_precision or init_precision, keep standardize=True, or give float64 data."
+        f"fit met NaN or Inf in epoch {epoch}: {error} The estimator is as it was before. Lower learning_rate_init (it "
+        f"is {recipe.lr:g}), raise prior_precision or init_precision, keep standardize=True, or give float64 data."
     )
 
 

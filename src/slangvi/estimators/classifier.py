@@ -78,8 +78,9 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
             y: labels of any kind.
             sample_weight: what each row counts for; a weight of 2 is the row given twice, 0 leaves it out.
         """
-        fitted: SLANGClassifier = self._fit(X, y, sample_weight, {"y_numeric": False})
-        return fitted
+        with self._all_or_nothing():
+            self._fit(X, y, sample_weight, {"y_numeric": False})
+        return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> SLANGClassifier:
         """One pass over more rows, with the rates at their start values.
@@ -90,9 +91,10 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
             classes: all labels there will be; needed at the first call.
             sample_weight: as in `fit`.
         """
-        _check_partial_fit_first_call(self, classes)
-        fitted: SLANGClassifier = self._partial_fit(X, y, sample_weight, {"y_numeric": False})
-        return fitted
+        with self._all_or_nothing():
+            _check_partial_fit_first_call(self, classes)
+            self._partial_fit(X, y, sample_weight, {"y_numeric": False})
+        return self
 
     def predict_proba(self, X: Any) -> Array:
         """Probability of each class averaged over the posterior, (n, C)."""

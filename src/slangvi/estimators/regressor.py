@@ -130,8 +130,9 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
             y: real numbers.
             sample_weight: what each row counts for; a weight of 2 is the row given twice, 0 leaves it out.
         """
-        fitted: SLANGRegressor = self._fit(X, y, sample_weight, {"multi_output": True, "y_numeric": True})
-        return fitted
+        with self._all_or_nothing():
+            self._fit(X, y, sample_weight, {"multi_output": True, "y_numeric": True})
+        return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SLANGRegressor:
         """One pass over more rows, with the rates at their start values; the first rows given decide the scales.
@@ -141,8 +142,9 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
             y: targets.
             sample_weight: as in `fit`.
         """
-        fitted: SLANGRegressor = self._partial_fit(X, y, sample_weight, {"multi_output": True, "y_numeric": True})
-        return fitted
+        with self._all_or_nothing():
+            self._partial_fit(X, y, sample_weight, {"multi_output": True, "y_numeric": True})
+        return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Mean of the targets, and the standard deviation of a new one, noise included.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import _checks
+from slangvi._divergence import Watch
 from slangvi._flat import FlatState, state_dtype
 from slangvi._settings import Settings
 from slangvi._steps import ELBO, Prior
@@ -31,6 +32,11 @@ __all__ = [
     "place",
     "start",
 ]
+
+
+DIVERGENCE_REMEDY = (
+    "Lower lr, let it fall by a schedule such as slangvi.inverse_time, take larger batches, or go back to a checkpoint."
+)
 
 
 class Precision(Protocol):
@@ -168,6 +174,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
         routes: Routes | None = None,
         compile: bool = False,
         max_bad_batches: int = 0,
+        on_divergence: str = "warn",
         generator: torch.Generator | None = None,
     ) -> None:
         if compile and not self.replays:
@@ -193,6 +200,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
             routes=routes or Routes(),
             compile=compile,
             max_bad_batches=max_bad_batches,
+            on_divergence=on_divergence,
         )
         defaults = {
             "lr": lr,
@@ -203,6 +211,15 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
             "init_precision": init_precision,
         }
         super().__init__(model, params, defaults, settings, generator)
+
+    def _examine(self, after: StateT) -> None:
+        if self._watch.due(after.step):
+            hyper = self._hyper
+            self._watch.look(self._state, after, hyper.prior(), hyper.lr().value, hyper.momentum())
+
+    @cached_property
+    def _watch(self) -> Watch:
+        return Watch(self.settings.on_divergence, DIVERGENCE_REMEDY)
 
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
         hyper, size = self._hyper, self.settings.num_data / self.settings.temperature

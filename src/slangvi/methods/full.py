@@ -277,6 +277,8 @@ class FullGaussian(GaussianOptimizer[State, Info]):
         routes: what the factored engine forms; None leaves it to counting.
         max_bad_batches: batches with NaN or Inf in loss, gradient or new state that are skipped in a row, counted in
             `info.skipped`, before `NumericalError` is raised; 0 raises at the first.
+        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
+            step, which is what too large a rate comes to: "warn" once, "raise" `DivergenceError`, or "ignore".
         generator: source of randomness, on the parameters' device; None uses torch's global one.
 
     Example:

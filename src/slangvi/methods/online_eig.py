@@ -318,8 +318,8 @@ class OnlineEig(GaussianOptimizer[State, Info]):
         rank: L, columns of the low-rank precision factor.
         momentum: γ, on the likelihood gradient.
         options: lr, prior_precision, precision_lr, mc_samples, init_precision, prior_mean, temperature,
-            loss_reduction, accumulation_steps, curvature, engine, verify, memory_limit, routes, max_bad_batches and
-            generator, as in `slangvi.SLANG`.
+            loss_reduction, accumulation_steps, curvature, engine, verify, memory_limit, routes, max_bad_batches,
+            on_divergence and generator, as in `slangvi.SLANG`.
 
     Example:
         >>> model = nn.Linear(3, 2)

@@ -255,6 +255,8 @@ class SLANG(ReplayingOptimizer[State, Info]):
             says so and steps run eagerly.
         max_bad_batches: batches with NaN or Inf in loss, gradient or new state that are skipped in a row, counted in
             `info.skipped`, before `NumericalError` is raised; 0 raises at the first.
+        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
+            step, which is what too large a rate comes to: "warn" once, "raise" `DivergenceError`, or "ignore".
         generator: source of randomness, on the parameters' device; None uses torch's global one.
 
     Example:
@@ -296,6 +298,7 @@ class SLANG(ReplayingOptimizer[State, Info]):
         routes: Routes | None = None,
         compile: bool = False,
         max_bad_batches: int = 0,
+        on_divergence: str = "warn",
         generator: torch.Generator | None = None,
     ) -> None:
         self.rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
@@ -321,6 +324,7 @@ class SLANG(ReplayingOptimizer[State, Info]):
             routes=routes,
             compile=compile,
             max_bad_batches=max_bad_batches,
+            on_divergence=on_divergence,
             generator=generator,
         )
 

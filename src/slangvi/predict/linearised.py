@@ -20,7 +20,7 @@ from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, likelihood_named
 from slangvi.linalg.noise import standard_normal
 from slangvi.predict._jacobians import Jacobians
-from slangvi.predict.samples import evaluating, spec_of
+from slangvi.predict.samples import check_given, evaluating, spec_of
 from slangvi.types import uncompiled
 
 __all__ = ["LinearisedPredictive", "linearised_predictive", "probit_softmax"]
@@ -112,6 +112,7 @@ def linearised_predictive(
         (tensor([[2.]]), tensor([[1.]]), tensor([[1.5000]]))
     """
     kind = likelihood_named(likelihood)
+    check_given(model, posterior)
     _checks.choice("link", link, ("probit", "mc"))
     draws = _checks.count("n_samples", n_samples)
     limit = _CHUNK_BYTES if memory_limit is None else _checks.count("memory_limit", memory_limit)

@@ -14,6 +14,7 @@ from slangvi._out_of_memory import human, tensors_in
 from slangvi.distributions import Posterior
 from slangvi.memory.ledger import Ledger
 from slangvi.memory.weightless import weightless, without_memory
+from slangvi.predict.samples import check_given
 
 __all__ = ["PredictionPlan", "estimate_prediction_memory"]
 
@@ -77,6 +78,9 @@ def estimate_prediction_memory(
         >>> plan.result, plan.working < 10_000_000
         (96000, True)
     """
+    check_given(model, posterior)
+    if not callable(predict):
+        raise TypeError(f"predict must be a function such as slangvi.predictive_samples, got {predict!r}.")
     options.pop("generator", None)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ledger = Ledger()

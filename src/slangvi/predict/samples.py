@@ -15,7 +15,7 @@ from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.likelihoods import Likelihood, likelihood_named
 from slangvi.types import ParamSpec, uncompiled
 
-__all__ = ["call", "evaluating", "functional_samples", "predictive_samples", "spec_of"]
+__all__ = ["call", "check_given", "evaluating", "functional_samples", "predictive_samples", "spec_of"]
 
 
 def functional_samples(
@@ -92,10 +92,7 @@ def _samples(
     link: Callable[[Tensor], Tensor],
 ) -> Tensor:
     draws = _checks.count("n_samples", n_samples)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    if not (hasattr(posterior, "rsample") and hasattr(posterior, "param_spec")):
-        raise TypeError(f"posterior must be that of an optimizer or a method, got {type(posterior).__name__}.")
+    check_given(model, posterior)
     model, rows = uncompiled(model), batch_size(x)
     step = rows if chunk is None else _checks.count("batch_size", chunk)
     spec = spec_of(model, posterior)
@@ -133,6 +130,14 @@ def call(model: nn.Module, params: dict[str, Tensor], x: Any) -> Tensor:
             "Wrap it in a module that returns the logits."
         )
     return outputs
+
+
+def check_given(model: Any, posterior: Any) -> None:
+    """Refuse what is no model or no posterior."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not (hasattr(posterior, "rsample") and hasattr(posterior, "param_spec")):
+        raise TypeError(f"posterior must be that of an optimizer or a method, got {type(posterior).__name__}.")
 
 
 def spec_of(model: nn.Module, posterior: Posterior) -> ParamSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -215,7 +215,12 @@ def stack(states: Sequence[slang.State]) -> State:
 
 def streams(seeds: Sequence[int], device: torch.device | str = "cpu") -> list[torch.Generator]:
     """A generator for each replica, from a seed each."""
-    return [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    if not isinstance(seeds, Iterable):
+        raise TypeError(f"seeds must be one whole number for each replica, got {seeds!r}.")
+    numbers = [_checks.count("seeds", seed, least=-(2**63)) for seed in seeds]
+    if any(seed >= 2**64 for seed in numbers):
+        raise ValueError(f"seeds must be below 2⁶⁴, got {max(numbers)}.")
+    return [torch.Generator(device).manual_seed(seed) for seed in numbers]
 
 
 def noise(like: Tensor, sample_shape: Sequence[int], generators: Generators, index: Tensor | None = None) -> Tensor:

@@ -13,8 +13,8 @@ __all__ = ["columns", "safe"]
 
 Array = NDArray[Any]
 
-# Spreadsheets run text that begins like this.
-_RUN = ("=", "+", "-", "@", "\t", "\r")
+# Spreadsheets run text that begins like this; some read the wide signs of East Asian fonts as the narrow ones.
+_RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 def safe(cell: str) -> str:

@@ -13,10 +13,10 @@ from typing import Any
 
 from slangvi.errors import DataError
 
-__all__ = ["MAX_COLUMNS", "Table", "parse", "read_csv"]
+__all__ = ["MAX_CELLS", "MAX_COLUMNS", "Table", "parse", "read_csv"]
 
 DELIMITERS = (",", ";", "\t")
-MAX_COLUMNS = 10_000
+MAX_COLUMNS, MAX_CELLS = 10_000, 20_000_000
 # Records that are looked at to find the delimiter.
 _LOOK = 50
 _MAGIC = {
@@ -56,6 +56,8 @@ class Table:
 def read_csv(path: Path, max_mb: float = 200.0) -> Table:
     """Read a file with a header line; never more than `max_mb` of it comes into memory.
 
+    A cell takes some 60 bytes, however short it is: for every MB there may be 100,000 of them, and 20 million always.
+
     Args:
         path: of the file.
         max_mb: refuse larger ones, in millions of bytes.
@@ -71,10 +73,10 @@ def read_csv(path: Path, max_mb: float = 200.0) -> Table:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     if len(content) > limit:
         raise DataError(f"{path} is larger than {max_mb:g} MB. Raise --max-mb, or give fewer rows.")
-    return parse(content, str(path))
+    return parse(content, str(path), max(MAX_CELLS, int(max_mb * 1e5)))
 
 
-def parse(content: bytes, name: str = "the file") -> Table:
+def parse(content: bytes, name: str = "the file", max_cells: int = MAX_CELLS) -> Table:
     r"""A table from the bytes of a CSV file.
 
     UTF-8 with or without a byte-order mark; commas, semicolons or tabs between cells, found from the first lines;
@@ -83,6 +85,7 @@ def parse(content: bytes, name: str = "the file") -> Table:
     Args:
         content: the bytes.
         name: of the file, for messages.
+        max_cells: refuse larger tables.
 
     Returns:
         The table; lines without anything are left out, a column without a name is called by its place.
@@ -99,12 +102,17 @@ def parse(content: bytes, name: str = "the file") -> Table:
     reader = _reader(text, delimiter)
     try:
         header = _header(next(_filled(reader), (0, []))[1], name)
-        rows, lines = [], []
+        rows: list[list[str]] = []
+        lines: list[int] = []
         for line, cells in _filled(reader):
             if len(cells) != len(header):
                 raise DataError(
                     f"{name}, line {line}: {len(cells)} cells, but the header has {len(header)}. Cells are taken to be "
                     f"separated by {delimiter!r}; put quotes around cells that hold it."
+                )
+            if (len(rows) + 1) * len(header) > max_cells:
+                raise DataError(
+                    f"{name} has more than {max_cells:,} cells. Raise --max-mb, or give fewer rows or columns."
                 )
             rows.append([cell.strip() for cell in cells])
             lines.append(line)

@@ -39,8 +39,17 @@ def register_rule(*kinds: type[nn.Module], shares_inputs: bool = False) -> Calla
         ... def scale(module, x, delta):
         ...     return {"gain": Formed((x * delta).flatten(1).sum(1, keepdim=True))}
     """
+    for kind in kinds or (None,):
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(
+                f"register_rule takes classes of modules, got {kind!r}. Write @register_rule(MyLayer) above the rule."
+            )
+    if not isinstance(shares_inputs, bool):
+        raise TypeError(f"shares_inputs must be True or False, got {shares_inputs!r}.")
 
     def add(rule: Rule) -> Rule:
+        if not callable(rule):
+            raise TypeError(f"a rule must be a function (module, x, delta) → gradients by name, got {rule!r}.")
         for kind in kinds:
             _RULES[kind] = rule
         if shares_inputs:

@@ -1,0 +1,130 @@
+"""Rates that are too large for the posterior to be one: seen by how far the mean goes in a step.
+
+The precision grows with the gradients, so a rate that is far too large rarely ends in NaN. The mean is thrown about,
+the precision remembers the steep places, and all numbers stay finite. What gives it away is the length of a step,
+measured by the posterior itself.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slangvi._steps import Prior
+from slangvi.errors import DivergenceError, DivergenceWarning
+from slangvi.grads.assemble import outside_frames
+
+__all__ = ["Watch", "step_length"]
+
+# One step in so many is looked at, and so many looks are judged together: only then a device is waited for.
+EVERY, LOOKS = 8, 16
+# Posterior standard deviations, as a mean square over parameters, that a step may go in the long run; and the share of
+# looks that must have found more.
+FARTHEST, SHARE = 1.0, 0.75
+# Net over travelled distance: near 1 for a mean on its way, less than this for one that goes to and fro.
+STRAIGHT = 0.5
+# Entries of the mean that are remembered to tell the two apart.
+KEPT = 1024
+
+
+def step_length(before: Any, after: Any, prior: Prior, lr: float | Tensor, momentum: float | Tensor) -> Tensor:
+    r"""How far a step moved the mean, in posterior standard deviations: root of the mean square over parameters.
+
+    With the gradient $\tilde g = \hat m + \lambda(\mu - \mu_0)$ a step is $\Delta = -\alpha\Lambda^{-1}\tilde g$, so
+
+    $$ \tfrac1P\,\Delta^\top\Lambda\Delta = -\tfrac1P\,\alpha\,\tilde g^\top\Delta $$
+
+    needs no solve. (Where groups have rates of their own, α weighs each entry.) Nothing is read from the device.
+
+    Args:
+        before: a state with `loc`, (P,).
+        after: the state after it, with `loc`, `momentum` and `step`.
+        prior: λ and μ₀.
+        lr: α of the step.
+        momentum: γ.
+
+    Returns:
+        A tensor without dimensions.
+
+    Example:
+        >>> from types import SimpleNamespace as S
+        >>> before = S(loc=torch.zeros(2))
+        >>> after = S(loc=torch.tensor([-2.0, 0.0]), momentum=torch.tensor([8.0, 0.0]), step=1)  # Λ = 4, α = 1
+        >>> step_length(before, after, Prior(torch.ones(2), torch.zeros(2)), 1.0, 0.0)
+        tensor(2.8284)
+    """
+    gradient = after.momentum / (1 - momentum**after.step) + prior.precision * (before.loc - prior.mean)
+    squared: Tensor = -(lr * gradient * (after.loc - before.loc)).sum() / len(before.loc)
+    return squared.clamp_min(0.0).sqrt()
+
+
+class Watch:
+    """Looks at a run every few steps, and says so once when its rate is too large.
+
+    An alarm needs three of four looks in a window of 128 steps to have found a step longer than one posterior standard
+    deviation, and a mean that goes to and fro. A run that is far from its goal also takes long steps, but in one
+    direction; only with rates of 1 and more, which overshoot whatever lies ahead, the direction is not asked for.
+
+    Windows begin at multiples of 128 steps, so a run that was taken up again judges the same ones but for the first.
+
+    Args:
+        reaction: "warn", "raise" or "ignore".
+        advice: what to do about it.
+    """
+
+    def __init__(self, reaction: str, advice: str) -> None:
+        self.reaction, self.advice = reaction, advice
+        self._seen = 0  # looks of this window so far, without a gap
+        self._lengths = self._places = torch.empty(0)
+
+    def due(self, step: int) -> bool:
+        """Whether the step of this number is to be looked at."""
+        return self.reaction != "ignore" and step % EVERY == 0
+
+    def look(self, before: Any, after: Any, prior: Prior, lr: float | Tensor, momentum: float | Tensor) -> None:
+        """Look at a step; the arguments are those of `step_length`.
+
+        Raises:
+            DivergenceError: the window ends with an alarm, and that is the reaction to it.
+        """
+        place, index = after.loc[:: -(-len(after.loc) // KEPT)], (after.step // EVERY - 1) % LOOKS
+        if self._places.shape[1:] != place.shape or self._places.device != place.device:
+            self._seen, self._places, self._lengths = 0, place.new_empty(LOOKS, len(place)), place.new_empty(LOOKS)
+        self._places[index] = place
+        self._lengths[index] = step_length(before, after, prior, lr, momentum)
+        self._seen = index + 1 if index in (0, self._seen) else 0
+        if self._seen == LOOKS:
+            self._judge(self._lengths, self._places, _largest(lr), after.step)
+
+    def _judge(self, lengths: Tensor, places: Tensor, lr: float, step: int) -> None:
+        ordered = sorted(lengths.tolist())
+        if not ordered[round((1 - SHARE) * LOOKS)] > FARTHEST or (lr < 1.0 and straightness(places) > STRAIGHT):
+            return
+        found = (
+            f"step {step}: over the last {EVERY * LOOKS} steps the mean moved by {ordered[LOOKS // 2]:.2g} posterior "
+            f"standard deviations per parameter in a typical step, and by up to {ordered[-1]:.2g} (lr={lr:g}). It is "
+            f"thrown about rather than converging: mean and variances tell little of the posterior. {self.advice}"
+        )
+        if self.reaction == "raise":
+            raise DivergenceError(f"{found} The state is that of the step before.")
+        self.reaction = "ignore"  # once is enough
+        warnings.warn(found, DivergenceWarning, stacklevel=outside_frames())
+
+
+def straightness(places: Tensor) -> float:
+    """Net over travelled distance between places (n, K): 1 is straight on, 0 is back at the start.
+
+    Example:
+        >>> straightness(torch.tensor([[0.0], [1.0], [2.0]])), straightness(torch.tensor([[0.0], [1.0], [0.0]]))
+        (1.0, 0.0)
+    """
+    travelled = float(places.diff(dim=0).norm(dim=1).sum())
+    return float((places[-1] - places[0]).norm()) / travelled if travelled > 0 and math.isfinite(travelled) else 0.0
+
+
+def _largest(lr: float | Tensor) -> float:
+    return float(lr.max()) if isinstance(lr, Tensor) else float(lr)
