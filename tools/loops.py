@@ -26,7 +26,7 @@ Each block has one draw. Several before one `step()` are several Monte-Carlo sam
 accumulated. A `backward()` outside a block is not used by the step, and a warning says so. Where the numbers of each
 step can go is on [Tracking](tracking.md).
 
-`pip install 'slangvi[loops]'` installs what the scripts need; `make loops` runs them all.
+`pip install '.[loops]'` installs what the scripts need; `make loops` runs them all.
 """
 
 
