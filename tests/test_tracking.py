@@ -162,6 +162,8 @@ def test_impossible_arguments_are_named():
         track(torch.optim.Adam(model.parameters()), print)
     with pytest.raises(ValueError, match="every"):
         track(opt, print, every=0)
+    with pytest.raises(TypeError, match="prefix must be a string, got int"):
+        track(opt, print, prefix=1)
 
 
 def test_the_public_name_is_the_function():

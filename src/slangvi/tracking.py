@@ -76,6 +76,8 @@ def track(
     """
     if not isinstance(optimizer, VariationalOptimizer):
         raise TypeError(f"optimizer must be one of slangvi's, got {type(optimizer).__name__}.")
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a string, got {type(prefix).__name__}.")
     send, gap = _sender(to), _checks.count("every", every)
     sent: list[Any] = [optimizer.info]
 

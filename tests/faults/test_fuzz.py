@@ -159,6 +159,15 @@ PUBLIC = {
         {"predict": slangvi.predictive_samples, "model": MODEL, "posterior": POSTERIOR, "x": X, "n_samples": 2},
     ),
     "register_rule": (registered, {"kind": nn.Bilinear, "rule": lambda *arguments: None, "shares_inputs": False}),
+    "track": (
+        slangvi.track,
+        {
+            "optimizer": slangvi.SLANG(nn.Linear(2, 2), num_data=5),
+            "to": lambda numbers, step: None,
+            "prefix": "a/",
+            "every": 2,
+        },
+    ),
     "replicas.streams": (slangvi.replicas.streams, [[1, 2]]),
     "metrics.auroc": (slangvi.metrics.auroc, [X[:, 0], X[:, 1]]),
     "metrics.fpr95": (slangvi.metrics.fpr95, [X[:, 0], X[:, 1], 0.95]),
