@@ -344,6 +344,23 @@ def test_nothing_is_recorded_outside_the_block_or_without_gradients():
     assert capture.collect(dict(case.model.named_parameters())) == []
 
 
+def test_a_capture_may_go_while_the_model_is_being_called():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    x, alive = torch.randn(4, 2), {}
+    expected = model(x)
+
+    def forget(*told):
+        alive.clear()
+        gc.collect()
+
+    for module in model:
+        module.register_forward_hook(forget)  # called before ours
+    alive["capture"] = GradientCapture(model, ParamSpec.of_module(model), torch.float32)
+    assert all(len(module._forward_hooks) == 2 for module in (model[0], model[2]))
+    assert torch.equal(model(x), expected)
+    assert all(len(module._forward_hooks) == 1 for module in model)
+
+
 def test_hooks_leave_with_the_capture():
     case = build("mlp")
     capture = GradientCapture(case.model, ParamSpec.of_module(case.model), torch.float64)

@@ -291,8 +291,11 @@ class _PreHook(_Hook):
 
 
 class _ForwardHook(_Hook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        owner = self.listening(module)
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        # Torch copies the list of hooks before it calls them, but asks later which ones want keywords. One that is
+        # removed in between, as by the garbage collector, is called once more, without.
+        kwargs, output = rest if len(rest) == 2 else ({}, *rest)
+        owner = self.listening(module) if len(rest) == 2 else None
         return output if owner is None else owner.note_call(self.name, args, kwargs, output)
 
 
