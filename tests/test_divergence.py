@@ -82,7 +82,9 @@ def test_a_hundred_times_the_usual_rate_is_loud(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_usual_rates_are_not(name):
     model, x, y = problem()
-    train(make(name, model, lr=0.05), x, y, WINDOW)  # a warning would be an error here
+    opt = make(name, model, lr=0.05)
+    train(opt, x, y, WINDOW)  # a warning would be an error here
+    assert opt._state.step == WINDOW
 
 
 @pytest.mark.parametrize("skipping", [0, 3])

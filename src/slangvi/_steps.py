@@ -23,6 +23,7 @@ __all__ = [
     "Prior",
     "Rate",
     "Schedule",
+    "by_equal_factors",
     "inverse_time",
     "lerp",
     "mean_gradient",
@@ -162,6 +163,17 @@ class Cosine:
         """Rate at a step counted from 1."""
         share = min(step - self.start, self.steps) / self.steps
         return self.lr * max(0.5 * (1.0 + math.cos(math.pi * share)), 1e-3)
+
+
+def by_equal_factors(first: Tensor, last: Tensor, share: float | Tensor) -> Tensor:
+    """On the way from one positive tensor to another, first · (last/first)^share.
+
+    Example:
+        >>> by_equal_factors(torch.tensor(100.0), torch.tensor(1.0), 0.5)
+        tensor(10.)
+    """
+    found: Tensor = first * (last / first) ** share
+    return found
 
 
 class _FromZero(InverseTime):

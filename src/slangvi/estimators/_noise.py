@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slangvi._steps import by_equal_factors
 from slangvi.types import Params
 
 __all__ = ["Noise"]
@@ -94,7 +95,7 @@ class Noise:
         """
         if not self.learnt:
             first = self.given.clamp(min=_START * self.spread)
-            self.variance = first * (self.given / first) ** share if share < 1.0 else self.given
+            self.variance = by_equal_factors(first, self.given, share) if share < 1.0 else self.given
 
     def copy(self) -> Noise:
         """The same, which later steps do not change."""

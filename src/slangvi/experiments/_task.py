@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi._steps import Cosine, InverseTime, Prior
+from slangvi._steps import Cosine, InverseTime, Prior, by_equal_factors
 from slangvi.types import ParamSpec
 
 __all__ = ["BIAS_PRECISION", "FALLS", "Cosine", "LogProb", "Task", "bernoulli", "categorical", "gaussian"]
@@ -115,8 +115,7 @@ class Task:
             return self.tau
         first = self.tau.clamp(max=float(least))
         share = (steps / (self.settings["noise_fall"] * self.steps)).clamp(max=1.0).to(self.tau)
-        found: Tensor = first * (self.tau / first) ** share
-        return found
+        return by_equal_factors(first, self.tau, share)
 
     @property
     def _share(self) -> float:
