@@ -110,6 +110,7 @@ def pretend(fake: FakeCuda, graph: type, monkeypatch: pytest.MonkeyPatch) -> Fak
     # The device's own source is torch's global one here.
     own = SimpleNamespace(get_state=torch.get_rng_state, set_state=torch.set_rng_state)
     own.graphsafe_set_state = lambda other: torch.set_rng_state(other.get_state())
+    own.manual_seed = lambda seed: own  # where there is a GPU, torch.manual_seed comes by, the global source seeded
     for name, value in (replacements | {"default_generators": (own,)}).items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(_graph, "_pinned", lambda size: torch.zeros(size, dtype=torch.float64))

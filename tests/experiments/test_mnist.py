@@ -23,6 +23,7 @@ from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._mnist_recipes import METHODS, QUICK, RANKS, table
 from slangvi.experiments._results import read_table
 from slangvi.experiments._settings import Settings
+from slangvi.experiments._task import Task, categorical
 from slangvi.experiments.paper import printed
 
 FULL = mnist.chosen
@@ -49,7 +50,7 @@ def settings(tmp_path_factory):
     _image_cells.load.cache_clear()
 
 
-def cell(method="slang_1_cosine", stages=(("tuning", 3), ("train", 2)), **own) -> Cell:
+def cell(method="slang_1_cold", stages=(("tuning", 3), ("train", 2)), **own) -> Cell:
     recipe = METHODS[method]
     fixed = FULL(Settings()) | TINY | dict(recipe.fixed) | {"learner": recipe.learner, "seed": 0}
     fixed |= recipe.grid[7] | {"stages": list(stages), "grid": [{}]} | own
@@ -63,9 +64,9 @@ def attempt_at(tmp_path, cell, stop_at=None) -> Attempt:
 # ---- one cell ----
 
 
-@pytest.mark.parametrize("method", ["slang_2_cosine", "bbb", "map", "ensemble_5"])
+@pytest.mark.parametrize("method", ["slang_2_cold", "bbb", "map", "ensemble_5"])
 def test_every_kind_of_method_learns(method, settings, tmp_path):
-    rate = METHODS[method].rates[0]
+    rate = next(iter(METHODS[method].searched))
     own = {rate: 0.1 if rate == "lr" else 0.02, "hidden": [30], "draws": 40, "neg_log_sigma": 0.0}
     work = cell(method, [["train", 40]], **own)
     found = compute_tuning(work, attempt_at(tmp_path, work))
@@ -77,7 +78,7 @@ def test_every_kind_of_method_learns(method, settings, tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "stop_at"),
-    [*(("slang_2_cosine", k) for k in (2, 3, 4, 5)), ("slang_1", 4), ("bbb", 4), ("map", 4), ("ensemble_5", 4)],
+    [*(("slang_2_cold", k) for k in (2, 3, 4, 5)), ("slang_1", 4), ("bbb", 4), ("map", 4), ("ensemble_5", 4)],
 )
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(method, stop_at, settings, tmp_path):
     """In the first stage, at its end, in the second, and when only the test is left.
@@ -92,6 +93,32 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(method, stop_at, 
     assert whole.keys() == again.keys()
     for name, value in whole.items():
         np.testing.assert_allclose(value, again[name], rtol=1e-5 if method.startswith("slang") else 0, err_msg=name)
+
+
+def test_a_cold_posterior_counts_examples_and_prior_more_often(settings, tmp_path):
+    """p(θ | data)^(1/T) at T = 1/50 is that of 50 copies of the data, under a prior of 50 times the precision."""
+    work = cell("slang_2_cold", temperature=0.02)
+    run = _image_cells._Run(work.settings, attempt_at(tmp_path, work), "validation")
+    cold = run._learner("tuning")
+    task = Task(
+        model=run.model,
+        starts=run._starts,
+        num_data=torch.tensor([50 * 90]),
+        tau=torch.ones(1),
+        prior_precision=50 * math.exp(2 * work.settings["neg_log_sigma"]) * torch.ones(1),
+        batch=30,
+        steps=3 * 3 + 2 * 4,
+        settings=work.settings | {"temperature": 1.0, "init_precision": 50 * 1e4, "bias_precision": 50.0},
+        generator=torch.Generator().manual_seed(run._seed("training")),
+        log_prob=categorical,
+    )
+    copies = Alone(task, rank=2)
+    x, y = (value[:30].unsqueeze(0) for value in run._part("tuning"))
+    for _ in range(3):
+        cold.step(x, y)
+        copies.step(x, y)
+    for name in ("loc", "prec_factor", "prec_diag"):
+        torch.testing.assert_close(getattr(cold.state, name), getattr(copies.state, name), rtol=1e-4, atol=1e-4)
 
 
 def test_looking_along_the_way_changes_nothing(settings, tmp_path):
@@ -199,7 +226,9 @@ def test_the_papers_grid_stages_and_seeds():
         assert {(c.settings["lr"], c.settings["precision_lr"], c.settings["init_precision"]) for c in final} == {
             (0.1, 0.1, 1.0)
         }
-    assert {len(final[0].needs) for final in by_method.values()} == {15}  # the same effort for all
+    effort = {name: len(final[0].needs) for name, final in by_method.items()}
+    assert effort == {name: 12 if name.endswith("_cold") else 15 for name in METHODS}  # ours has no more than others
+    assert len({need.label for name in METHODS if name.endswith("_cold") for need in by_method[name][0].needs}) == 12
     assert by_method["ensemble_5"][0].needs[0].label == by_method["map"][0].needs[0].label
     assert by_method["slang_8"][0].cost == pytest.approx(115_000 * 1.46e-3)
     labels = [c.label for c in cells] + [need.label for c in cells for need in c.needs]
@@ -237,8 +266,8 @@ def test_run_writes_the_tables(ran):
     assert [(line["method"], line["epochs"], line["seed"]) for line in lines] == [
         ("slang_1", "8", "0"),
         ("slang_8", "8", "0"),
-        ("slang_1_cosine", "2", "0"),
-        ("slang_8_cosine", "2", "0"),
+        ("slang_1_cold", "2", "0"),
+        ("slang_8_cold", "2", "0"),
         ("map", "2", "0"),
     ]
     tuning = read_table(settings.out / "mnist-tuning.csv", _mnist_pages.TUNING_COLUMNS)
@@ -285,7 +314,7 @@ def test_verdicts_compare_with_the_paper_and_with_map():
     assert told[1].endswith("NLL below that of `map`, 0.1000, at none of L = 1, 8.")
     assert told[2].endswith("ECE below that of `map`, 0.0200, at 1, 8 of L = 1, 8.")
     assert len(told) == 3
-    (best,) = _mnist_pages.verdicts([line("slang_32_cosine", 1.55)], printed("mnist"))
+    (best,) = _mnist_pages.verdicts([line("slang_32_cold", 1.55)], printed("mnist"))
     assert best.startswith("SLANG by ours: at or below the paper's error at 32 of L = 32")
     assert best.endswith("is at or below 1.6 %.")
 

@@ -45,7 +45,8 @@ class Alone:
             precision_warmup=settings["precision_warmup"],
             prior_precision=task.prior.precision[0],
             mc_samples=settings["mc_samples"],
-            init_precision=settings["init_precision"],
+            init_precision=settings["init_precision"] / task.temperature,
+            temperature=task.temperature,
             model=task.model,
             compile=task.device.type == "cuda",
         )

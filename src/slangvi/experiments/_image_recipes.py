@@ -22,7 +22,7 @@ class Recipe:
     Args:
         learner: in `_image_learners`.
         fixed: settings that are not searched.
-        rates: name of the setting that is searched beside the prior, and its values.
+        searched: settings that are searched beside the prior, and their values.
         step_seconds: what a step takes on a GPU, roughly, for the order of cells and the time left.
         longer: whether the run with all images first repeats the one it was chosen by and then goes on for three
             times as long, as in the paper; otherwise it is a run of the same length.
@@ -33,7 +33,7 @@ class Recipe:
 
     learner: str
     fixed: Mapping[str, Any]
-    rates: tuple[str, Sequence[float]]
+    searched: Mapping[str, Sequence[float]]
     step_seconds: float
     longer: bool = False
     tuned_as: str = ""
@@ -43,8 +43,8 @@ class Recipe:
     @property
     def grid(self) -> Grid:
         """All settings to choose from."""
-        name, values = self.rates
-        return [{"neg_log_sigma": sigma, name: value} for sigma, value in product(self.neg_log_sigma, values)]
+        values = product(self.neg_log_sigma, *self.searched.values())
+        return [dict(zip(("neg_log_sigma", *self.searched), each, strict=True)) for each in values]
 
     def stages(self, epochs: int, final: bool) -> list[list[Any]]:
         """Which images are seen for how many epochs."""

@@ -23,10 +23,11 @@ from slangvi.experiments._settings import Settings
 __all__ = ["COLUMNS", "PICTURED", "TRACE_COLUMNS", "TUNING_COLUMNS", "save"]
 
 COLUMNS = ("method", *METRICS, "epochs", "seed")
-TUNING_COLUMNS = ("method", "neg_log_sigma", "rate", "validation_error_percent", "validation_nll", "chosen")
+_SETTINGS = ("neg_log_sigma", "rate", "temperature")
+TUNING_COLUMNS = ("method", *_SETTINGS, "validation_error_percent", "validation_nll", "chosen")
 TRACE_COLUMNS = ("method", "seed", "epoch", "test_error_percent", "test_nll")
 # Methods whose predictions are kept, for pictures: few, as they take room.
-PICTURED = ("slang_8", "slang_8_cosine", "bbb", "map", "ensemble_5")
+PICTURED = ("slang_8", "slang_8_cold", "bbb", "map", "ensemble_5")
 UNCERTAIN = 36
 
 
@@ -77,10 +78,10 @@ def _tuning_lines(finals: Sequence[Cell], done: Sequence[Finished]) -> list[tupl
             if cell.label in seen or (stored := results.get(cell.label)) is None:
                 continue
             seen.add(cell.label)
-            sigma, rate = setting.values()
+            values = (*setting.values(), 1.0)[: len(_SETTINGS)]  # not cooled unless it says so
             measured = [float(stored.arrays[name][0]) for name in METRICS[:2]]
             picked = "" if ended is None else int(int(ended.arrays["choice"]) == number)
-            lines.append((method_of(cell), sigma, rate, *measured, picked))
+            lines.append((method_of(cell), *values, *measured, picked))
     return lines
 
 

@@ -89,12 +89,17 @@ class Task:
         return self.spec.flatten(self.starts(0))
 
     @property
+    def temperature(self) -> float:
+        """T of a cold posterior, p(θ | data)^(1/T): the likelihood is weighed by 1/T, and so is the prior."""
+        return float(self.settings.get("temperature", 1.0))
+
+    @property
     def prior(self) -> Prior:
-        """λ for weights, next to nothing for biases and scales unless the settings say otherwise, (K, P)."""
+        """λ/T for weights, next to nothing for biases and scales unless the settings say otherwise, (K, P)."""
         spec, own = self.spec, self.settings.get("bias_precision", BIAS_PRECISION)
         bias = torch.cat([torch.full((shape.numel(),), len(shape) < 2) for shape in spec.shapes])
         bias = bias.to(self.device)
-        lam = torch.where(bias, own, self.prior_precision.unsqueeze(1))
+        lam = torch.where(bias, own, self.prior_precision.unsqueeze(1)) / self.temperature
         return Prior(lam, torch.zeros_like(lam))
 
     def log_likelihood(self, params: Any, batch: Any, tau: Tensor) -> Tensor:

@@ -32,16 +32,16 @@ EDITION = 1
 # Found by hand on short runs. It seems that a precision that follows small first gradients at once lets the noise drown
 # the network before it has learned: this one starts narrow and follows slowly.
 _SLANG = {"precision_lr": 0.003, "precision_warmup": False, "init_precision": 1e3}
-_ADAM_RATES = ("adam_lr", (3e-4, 1e-3, 3e-3))
+_ADAM_RATES = {"adam_lr": (3e-4, 1e-3, 3e-3)}
 _SIGMAS = (1.0, 2.0)
 # The seconds of a step are guesses: only the order of cells and the time left depend on them.
 RECIPES: dict[str, Recipe] = {
-    "slang_8": Recipe("slang_8", _SLANG, ("lr", (0.05, 0.1, 0.2)), 0.004, neg_log_sigma=_SIGMAS),
+    "slang_8": Recipe("slang_8", _SLANG, {"lr": (0.05, 0.1, 0.2)}, 0.004, neg_log_sigma=_SIGMAS),
     "map": Recipe("map", {"distinct": 1}, _ADAM_RATES, 0.001, neg_log_sigma=_SIGMAS),
     "ivon": Recipe(
         "ivon",
         {"ivon": {"hess_init": 0.1, "beta2": 0.9999}},
-        ("ivon_lr", (0.03, 0.1, 0.3)),
+        {"ivon_lr": (0.03, 0.1, 0.3)},
         0.01,
         neg_log_sigma=_SIGMAS,
     ),
