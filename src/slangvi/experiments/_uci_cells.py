@@ -76,12 +76,12 @@ def compute_borrowed(cell: Cell, attempt: Attempt) -> Arrays:
 
 
 def compute_recipe(cell: Cell, attempt: Attempt) -> Arrays:
-    """No search: train on four fifths of every training part at the middle of the box, and test on the last fifth."""
+    """No search: train on four fifths of every training part at the cell's point, and test on the last fifth."""
     run = _Run(cell, attempt)
     settings = cell.settings
     pairs = [folds(run.data.splits[split].train, split, settings["folds"])[0] for split in run.splits]
     problems = side_by_side([standardise(run.data, pair) for pair in pairs], settings["device"])
-    found = run.trained(0, problems, run.middle, settings["test_draws"])
+    found = run.trained(0, problems, run.everywhere(settings["point"]), settings["test_draws"])
     return {
         "validation_rmse": found.rmse.double().cpu().numpy(),
         "validation_log_likelihood": found.log_likelihood.double().cpu().numpy(),
@@ -126,8 +126,11 @@ class _Run:
     @property
     def middle(self) -> NDArray[np.float64]:
         """(log τ, log λ) in the middle of the box, (1, splits, 2)."""
-        middle = [sum(bounds) / 2 for bounds in SETS[self.cell.dataset].box]
-        return np.tile(np.array(middle), (1, len(self.splits), 1))
+        return self.everywhere([sum(bounds) / 2 for bounds in SETS[self.cell.dataset].box])
+
+    def everywhere(self, point: Sequence[float]) -> NDArray[np.float64]:
+        """The same (log τ, log λ) for all splits, (1, splits, 2)."""
+        return np.tile(np.array(point), (1, len(self.splits), 1))
 
     def whole(self) -> Problems:
         """All of the training parts, with the test parts beside them."""
