@@ -52,9 +52,12 @@ def computed(cell, folder, report=lambda done, steps: False):
 
 def test_cells_differ_from_the_first_table_in_method_and_rates():
     (first,) = uci.plan(uci.chosen(Settings()), ["boston"], ["slang_1"])
-    (ours,) = uci.plan(uci_online_eig.chosen(Settings()), ["boston"], ["online_eig_1"])
-    assert (first.group, first.work) == (ours.group, ours.work)
-    assert dict(first.settings) | {"lr": 0.02, "precision_lr": 0.01} == ours.settings
+    (ours,) = uci.plan(uci_online_eig.chosen(Settings()), ["boston"], ["online_eig_1"], uci.chosen(Settings()))
+    assert first.group == ours.group
+    borrowed = {"evaluations": 0, "points_of": "slang_1"}
+    assert dict(first.settings) | {"lr": 0.02, "precision_lr": 0.01} | borrowed == ours.settings
+    (lender,) = ours.needs
+    assert (lender.label, lender.fingerprint) == (first.label, first.fingerprint)
     assert set(uci_online_eig.METHODS) | set(uci_online_eig.DRAWN_METHODS) <= set(LEARNERS)
 
 

@@ -25,7 +25,7 @@ DATASETS = tuple(SETS)
 METHODS = ("slang_1", "slang_8", "slang_32", "bbb", "mc_dropout", "ensemble_5")
 SPLITS = 20
 # Methods that take τ and λ from another one's search, so that they differ from it by their rank alone.
-BORROWERS = {"slang_8": "slang_1", "slang_32": "slang_1"}
+BORROWERS = {"slang_8": "slang_1", "slang_32": "slang_1", "online_eig_1": "slang_1"}
 COLUMNS = (*METRICS, "log_tau", "log_lambda")
 # Raised when the same settings would give other numbers.
 EDITION = 2
@@ -87,18 +87,27 @@ def chosen(settings: Settings) -> dict[str, Any]:
     }
 
 
-def plan(common: dict[str, Any], datasets: Sequence[str], methods: Sequence[str]) -> list[Cell]:
-    """A cell for every data set and method."""
-    return [_cell(common, dataset, method) for dataset in datasets for method in methods]
+def plan(
+    common: dict[str, Any], datasets: Sequence[str], methods: Sequence[str], lender: dict[str, Any] | None = None
+) -> list[Cell]:
+    """A cell for every data set and method.
+
+    Args:
+        common: settings that all cells share.
+        datasets: which.
+        methods: which.
+        lender: settings of methods whose τ and λ are taken over, where they are others.
+    """
+    return [_cell(common, dataset, method, lender or common) for dataset in datasets for method in methods]
 
 
-def _cell(common: dict[str, Any], dataset: str, method: str) -> Cell:
+def _cell(common: dict[str, Any], dataset: str, method: str, lending: dict[str, Any]) -> Cell:
     foreign = OF_ADAM if method.startswith(("slang", "online_eig")) else OF_SLANG
     own = {name: value for name, value in common.items() if name not in foreign}
     settings, work, cost = settings_of(dataset, own), "slangvi.experiments._uci_cells:", _cost(dataset, method)
     if method not in BORROWERS:
         return Cell(NAME, dataset, method, settings, work + "compute_cell", cost)
-    lender = _cell(common, dataset, BORROWERS[method])
+    lender = _cell(lending, dataset, BORROWERS[method], lending)
     settings |= {"evaluations": 0, "points_of": lender.method}
     return Cell(NAME, dataset, method, settings, work + "compute_borrowed", cost / 10, (lender,))
 
