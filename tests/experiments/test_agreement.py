@@ -101,4 +101,7 @@ def test_the_summary_counts_and_names_what_is_apart():
     rows = [row("a1a", "symmetric_kl", method, mean) for method, mean in (("slang_1", 1.0), ("slang_2", 2.0))]
     paper = {r[:3]: Printed(1.0, 0.0, 1e-4) for r in rows} | {("a1a", "symmetric_kl", "mf_ef"): Printed(1.0, 0.0, 1e-4)}
     verdicts = judge([*rows, row("a1a", "symmetric_kl", "mf_ef", 5.0)], paper)
-    assert summary(verdicts) == ["a1a: 1 of 2 numbers agree. Not: symmetric_kl of slang_2."]
+    assert summary(verdicts) == ["a1a: 1 of 2 numbers agree. Not: KL of slang_2."]
+    others = [row("usps_3vs5", "symmetric_kl", f"slang_{rank}", 1.0) for rank in (1, 2)]
+    (told,) = summary(judge(others, {r[:3]: Printed(9.0, 0.0, 1e-4) for r in others}))
+    assert told == "USPS 3 vs 5: 0 of 2 numbers agree. Not: KL of slang_1, slang_2."

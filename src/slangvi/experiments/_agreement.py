@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from slangvi.experiments._names import DATASETS, METRICS
 from slangvi.experiments._results import Row
 from slangvi.experiments.paper import Printed
 
@@ -84,9 +85,13 @@ def summary(verdicts: Sequence[Verdict]) -> list[str]:
     found = []
     for dataset in dict.fromkeys(verdict.row.dataset for verdict in verdicts):
         judged = [v for v in verdicts if v.row.dataset == dataset and v.agrees is not None]
-        apart = [f"{v.row.metric} of {v.row.method}" for v in judged if not v.agrees]
-        rest = f" Not: {', '.join(apart)}." if apart else ""
-        found.append(f"{dataset}: {len(judged) - len(apart)} of {len(judged)} numbers agree.{rest}")
+        apart = [v.row for v in judged if not v.agrees]
+        methods = {
+            metric: [row.method for row in apart if row.metric == metric] for metric in (r.metric for r in apart)
+        }
+        rest = "; ".join(f"{METRICS[metric]} of {', '.join(names)}" for metric, names in methods.items())
+        counts = f"{DATASETS[dataset]}: {len(judged) - len(apart)} of {len(judged)} numbers agree."
+        found.append(f"{counts} Not: {rest}." if apart else counts)
     return found
 
 
@@ -101,13 +106,13 @@ def orders(rows: Sequence[Row]) -> list[str]:
             falls = all(before[1] > after[1] for before, after in pairwise(ranks))
             values = ", ".join(f"{value:.4g} (L = {rank})" for rank, value in ranks)
             said = "falls with every step of L" if falls else "does not fall with every step of L"
-            found.append(f"{dataset}: SLANG's KL {said}: {values}.")
+            found.append(f"{DATASETS[dataset]}: SLANG's KL {said}: {values}.")
         others = {method: kl[method] for method in MEAN_FIELD if method in kl}
         if others and "slang_1" in kl:
             best = min(others, key=lambda method: others[method])
             wins = "below" if kl["slang_1"] < others[best] else "not below"
             found.append(
-                f"{dataset}: the KL of slang_1, {kl['slang_1']:.4g}, is {wins} that of the best mean-field method, "
-                f"{others[best]:.4g} ({best})."
+                f"{DATASETS[dataset]}: the KL of slang_1, {kl['slang_1']:.4g}, is {wins} that of the best mean-field "
+                f"method, {others[best]:.4g} ({best})."
             )
     return found

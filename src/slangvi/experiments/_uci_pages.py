@@ -42,11 +42,11 @@ def verdict(row: Row, there: Printed) -> str:
 
 
 def said(method: str, rows: Sequence[Row], paper: Paper) -> list[str]:
-    """How often a method is as good as the paper's, and how bad its worst split is."""
+    """How often a method is as good as the paper's, where it has one, and how bad its worst split is."""
     mine = {(row.dataset, row.metric): row for row in rows if row.method == method}
-    verdicts = {key: verdict(row, paper[row[:3]]) for key, row in mine.items()}
+    verdicts = {key: verdict(row, paper[row[:3]]) for key, row in mine.items() if row[:3] in paper}
     found = []
-    for metric in METRICS:
+    for metric in METRICS if verdicts else ():
         told = [each for key, each in verdicts.items() if key[1] == metric]
         good, better = sum("✓" in each for each in told), sum("better" in each for each in told)
         what = f"{method}, {_pages.METRICS[metric]}"
@@ -54,5 +54,6 @@ def said(method: str, rows: Sequence[Row], paper: Paper) -> list[str]:
     ratios = {key[0]: row.worst / row.median for key, row in mine.items() if key[1] == "test_rmse"}
     if ratios:
         most = max(ratios, key=lambda name: ratios[name])
-        found.append(f"{method}: the worst split's RMSE is at most {ratios[most]:.2f} times the median's ({most}).")
+        where = f"{ratios[most]:.2f} times the median's ({_pages.DATASETS[most]})"
+        found.append(f"{method}: the worst split's RMSE is at most {where}.")
     return found

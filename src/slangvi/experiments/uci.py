@@ -137,5 +137,6 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     for metric in METRICS:
         parts.append(f"### {_pages.METRICS[metric]}\n")
         parts.append(table([row for row in rows if row.metric == metric], paper))
-    parts += ["### What holds for networks\n", *(f"- {line}" for line in said("slang_1", rows, paper)), ""]
+    lines = [line for method in METHODS for line in said(method, rows, paper)]
+    parts += ["### What holds for networks\n", *(f"- {line}" for line in lines), ""]
     return "\n".join(parts), []
