@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from slangvi._flat import check_packed, pack
+from slangvi._frames import outside_frames
 from slangvi._settings import Settings
-from slangvi.grads.assemble import outside_frames
 from slangvi.optimizer._bad_batches import BadBatches
 from slangvi.optimizer._drawing import Drawing
 from slangvi.optimizer._hooks import called, held

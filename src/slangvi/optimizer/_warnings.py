@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slangvi._frames import outside_frames
 from slangvi.grads import RowGroup
-from slangvi.grads.assemble import outside_frames
 
 __all__ = ["Warnings"]
 
