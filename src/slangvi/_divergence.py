@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slangvi._frames import outside_frames
 from slangvi._steps import Prior
 from slangvi.errors import DivergenceError, DivergenceWarning
-from slangvi.grads.assemble import outside_frames
 
 __all__ = ["Watch", "step_length"]
 

@@ -28,7 +28,8 @@ class Fault:
 SAMPLING, RATES = "optimizer/test_sampling.py::", "optimizer/test_rates.py::"
 REFUSALS, STATE = "optimizer/test_refusals.py::", "optimizer/test_state.py::"
 SLANG, PURE = "methods/test_slang.py::", "methods/test_slang_refusals.py::"
-FORMAT, REMOTE, CAPTURE = "checkpoint/test_format.py::", "data/test_remote.py::", "grads/test_capture.py::"
+FORMAT, CAPTURE = "checkpoint/test_format.py::", "grads/test_capture.py::"
+REMOTE, DOWNLOAD, LOCK = "data/test_remote.py::", "data/test_download.py::", "data/test_lock.py::"
 DATA, MODELS, FUZZ = "faults/test_data_faults.py::", "faults/test_model_faults.py::", "faults/test_fuzz.py::"
 ARGUMENTS = (REFUSALS + "test_impossible_arguments_are_named", PURE + "test_impossible_arguments_are_named")
 
@@ -350,14 +351,14 @@ FAULTS = {
         (
             REMOTE + "test_a_cache_that_cannot_be_written_is_said_so",
             REMOTE + "test_offline_never_asks_and_says_what_to_do_by_hand",
-            REMOTE + "test_a_failure_says_why_and_leaves_nothing",
-            REMOTE + "test_only_https_is_asked",
+            DOWNLOAD + "test_a_failure_says_why_and_leaves_nothing",
+            DOWNLOAD + "test_only_https_is_asked",
             REMOTE + "test_a_full_disk_is_said_so_and_leaves_nothing",
             REMOTE + "test_a_read_only_cache_serves_what_it_has_and_says_so_for_the_rest",
-            REMOTE + "test_a_server_that_drips_is_given_up_in_the_end",
-            REMOTE + "test_a_handshake_that_never_ends_is_given_up",
-            REMOTE + "test_a_certificate_nobody_vouches_for_is_refused",
-            REMOTE + "test_processes_fetch_once",
+            DOWNLOAD + "test_a_server_that_drips_is_given_up_in_the_end",
+            DOWNLOAD + "test_a_handshake_that_never_ends_is_given_up",
+            DOWNLOAD + "test_a_certificate_nobody_vouches_for_is_refused",
+            LOCK + "test_processes_fetch_once",
             REMOTE + "test_every_file_stays_in_the_cache_and_is_checked",
             "checkpoint/test_refusals.py::test_nothing_in_the_library_unpacks_archives",
             "data/test_idx.py::test_a_bomb_is_not_unpacked",

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import slangvi.optimizer
 from optimizing import N, assert_identical, flat, make, model_and_data, train
 from slangvi.types import Routes
 
@@ -48,6 +49,16 @@ def test_copies_go_on_like_the_original(duplicate):
         return
     opt.generator.set_state(seed)
     assert torch.equal(train(opt, x, y)._state.loc, after)
+
+
+def test_pickles_name_a_place_that_stays():
+    """Those of earlier versions have it too: whatever file the function is in, it is found here."""
+    opt = make(model_and_data()[0])
+    restore, (kind, *_) = opt.__reduce__()
+    assert (restore.__module__, restore.__qualname__) == ("slangvi.optimizer", "_restore")
+    assert restore is slangvi.optimizer._restore
+    assert kind is slangvi.SLANG
+    assert b"slangvi.optimizer._" not in pickle.dumps(opt)
 
 
 def test_a_state_dict_holds_what_later_steps_do_not_change():

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+import slangvi
 from cases import build
+from slangvi import replicas
 from slangvi.replicas._gather import LockstepGatherer
 from slangvi.replicas._inputs import Minibatch
 from slangvi.types import ParamSpec
@@ -66,3 +68,59 @@ def test_layers_that_cannot_be_read_are_formed(name):
         rows, _ = gathered(name, "factored")
     formed, _ = gathered(name, "dense")
     torch.testing.assert_close(rows, formed)
+
+
+# ---- who is served by which engine ----
+
+
+class Centred(torch.nn.Module):
+    """Mixes examples, so that layers do not tell the gradient of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.inner(x - x.mean(0, keepdim=True))
+
+
+class Unruly(torch.nn.Module):
+    """Has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, 2))
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [(Centred(), "not those of single examples"), (Unruly(), "has no rule")], ids=str
+)
+def test_models_that_cannot_be_read_are_served_by_the_dense_engine(model, reason):
+    model = model.double()
+    log_likelihood = slangvi.Gaussian().of(model)
+    batch = (torch.randn(2, 5, 2).double(), torch.randn(2, 5, 1).double())
+    options = {"num_replicas": 2, "num_data": 5, "rank": 1, "lr": 0.1}
+    found = {}
+    for seen in (model, None):
+        runs = replicas.build(log_likelihood, model=seen, **options)
+        state, generators = runs.init(dict(model.named_parameters())), replicas.streams(range(2))
+        if seen is not None:
+            with pytest.warns(UserWarning, match=reason):
+                state, _ = runs.update(state, batch, generators)
+        else:
+            state, _ = runs.update(state, batch, generators)
+        found[seen], _ = runs.update(state, batch, generators)
+    torch.testing.assert_close(found[model].loc, found[None].loc)
+
+
+def test_mistakes_of_the_caller_are_not_blamed_on_the_layers():
+    model = torch.nn.Linear(2, 1)
+    runs = replicas.build(slangvi.Gaussian().of(model), model=model, num_replicas=2, num_data=5, rank=1, lr=0.1)
+    with pytest.raises(ValueError, match="targets must have shape"):
+        runs.update(runs.init(dict(model.named_parameters())), (torch.zeros(2, 5, 2), torch.zeros(2, 5)))
+    runs = replicas.build(lambda p, b: b.sum(), num_replicas=2, num_data=5, rank=1, lr=0.1)
+    with pytest.raises(ValueError, match=r"one value per example, shape \(1,\)"):
+        runs.update(runs.init({"w": torch.zeros(2)}), torch.zeros(2, 5))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-__all__ = ["Backward", "Call", "Surroundings"]
+from slangvi.errors import UnsupportedModuleError
+
+__all__ = ["Backward", "Call", "Signature", "Surroundings", "called_twice", "count_examples", "signature_of"]
+
+Signature = tuple[object, ...]
 
 _ONE_TENSOR = tree_flatten(((0,), {}))[1]
 
@@ -121,3 +125,41 @@ class Backward:
                     mine[leaf] = mine[leaf] + grad if leaf in mine else grad
         for name, total in other.totals.items():
             self.totals[name] = self.totals[name] + total if name in self.totals else total
+
+
+def count_examples(backward: Backward) -> int:
+    """M > 0: the batch of the whole model's call, or of every recorded call when the model was called in parts."""
+    whole = [call for call in backward.cotangents if call.name == ""]
+    if len(whole) > 1:
+        raise called_twice(len(whole))
+    counts = {x.shape[0] for call in whole if (x := call.first_tensor) is not None}
+    if not counts:
+        counts = {g.shape[0] for grads in backward.cotangents.values() for g in grads.values() if g.ndim}
+    if len(counts) != 1:
+        raise UnsupportedModuleError(
+            f"one backward pass must bring the gradients of one batch, got first dimensions {sorted(counts)}. Call "
+            "the model on the batch as a whole with the batch as first dimension, and call backward once per batch."
+        )
+    count = counts.pop()
+    if count == 0:
+        raise ValueError("the batch is empty: a step needs at least one example. Skip empty batches.")
+    return count
+
+
+def called_twice(count: int) -> UnsupportedModuleError:
+    """What is said when one backward pass goes through several calls of the model."""
+    return UnsupportedModuleError(
+        f"the model was called {count} times for one backward pass, and it cannot be told whether these are new "
+        "examples or the same ones. New examples: call backward once per batch. The same ones (pairs, views): make the "
+        "calls inside a module of your own and give that one to the optimizer."
+    )
+
+
+def signature_of(backward: Backward, count: int) -> Signature:
+    """What makes two passes alike: the same calls, with the batch in the same places."""
+
+    def batched(values: Iterable[object]) -> tuple[bool, ...]:
+        return tuple(isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == count for x in values)
+
+    calls = tuple((c.name, batched(grads.values()), batched(c.leaves)) for c, grads in backward.cotangents.items())
+    return calls, tuple(backward.totals)

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
-from slangvi.grads.assemble import Assembler, Engine, called_twice
+from slangvi.grads.assemble import Assembler, Engine
 from slangvi.grads.blocks import Settle, as_it_is
-from slangvi.grads.calls import Backward, Call, Surroundings
+from slangvi.grads.calls import Backward, Call, Surroundings, called_twice
 from slangvi.grads.factored import RowGroup
 from slangvi.grads.rules import find_rule
 from slangvi.grads.rules.embedding import check_embedding

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slangvi.grads.assemble import count_examples
-from slangvi.grads.calls import Backward
+from slangvi.grads.calls import Backward, count_examples
 from slangvi.grads.capture import GradientCapture, check_tables
 from slangvi.grads.factored import RowGroup
 from slangvi.types import Params, ParamSpec

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from slangvi._frames import outside_frames
 from slangvi.grads import GradientCapture, RowGroup
-from slangvi.grads.assemble import Uses, outside_frames
+from slangvi.grads.assemble import Uses
 from slangvi.grads.blocks import Block
 from slangvi.grads.rules.registry import is_patched
 from slangvi.methods._appearance import appearance

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from slangvi.grads.assemble import outside_frames
+from slangvi._frames import outside_frames
 from slangvi.methods._awaited import settle
 from slangvi.methods._graph import Captured
 from slangvi.methods._launched import Launched, Numbers

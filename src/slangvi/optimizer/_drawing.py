@@ -1,0 +1,170 @@
+"""Blocks in which the model's weights are a draw, and the gradients that are collected in them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slangvi._out_of_memory import out_of_memory_advice
+from slangvi._settings import Settings
+from slangvi.grads import GradientCapture, RowGroup
+from slangvi.optimizer._bad_batches import BadBatches
+from slangvi.optimizer._inferred import Inferred, StateT
+from slangvi.optimizer._losses import unscaled
+from slangvi.optimizer._warnings import Warnings
+from slangvi.types import ParamSpec
+
+__all__ = ["Drawing"]
+
+
+class Drawing(Inferred[StateT]):
+    """Puts draws into the model and the mean back, and keeps gradients at draws until a step takes them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Any,
+        defaults: dict[str, Any],
+        settings: Settings,
+        generator: torch.Generator | None,
+    ) -> None:
+        self._sampling = False
+        self._begun: AbstractContextManager[None] | None = None
+        self._bad = BadBatches()
+        self._warnings = Warnings()
+        super().__init__(model, params, defaults, settings, generator)
+
+    # ---- what a method supplies
+
+    @abstractmethod
+    def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
+        """What reads gradients off the user's own backward."""
+
+    @abstractmethod
+    def _draw(self, state: StateT, generator: torch.Generator | None) -> Tensor:
+        """One draw of the weights, (P,)."""
+
+    # ---- what a user calls
+
+    def sampled_params(self, train: bool = False) -> AbstractContextManager[None]:
+        """Put one draw of the weights into the model inside the block, and the mean back after it.
+
+        Args:
+            train: collect the gradients of every `backward()` in the block for the next `step()`. Several
+                micro-batches may run in one block (they share the draw) or in blocks of their own.
+        """
+        return self._own()._block(train)
+
+    def train(self) -> None:
+        """Begin a block like `sampled_params(train=True)`, for loops that have no place for a `with`.
+
+        It ends with the next `step()`, `eval()` or `train()`, which begins another. Inside a block with gradients
+        nothing happens. `eval` and `train` are what schedule-free optimizers have; Hugging Face's `Trainer` calls them.
+        """
+        own = self._own()
+        if own._begun is None and own._sampling and own._capture.active:
+            return
+        own.eval()
+        block = own._block(train=True)
+        block.__enter__()
+        own._begun = block
+
+    def eval(self) -> None:
+        """End the block that `train()` began: its gradients are kept for `step()`, and the weights are the mean."""
+        own = self._own()
+        block, own._begun = own._begun, None
+        if block is not None:
+            with torch.enable_grad():  # modules may have to be called again
+                block.__exit__(None, None, None)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients were collected since the last step; a `state_dict` does not hold them."""
+        return bool(self._rows)
+
+    def discard_gradients(self) -> None:
+        """Forget gradients collected since the last step, e.g. after skipping a batch half way."""
+        own = self._own()
+        own.eval()
+        own._rows = []
+        own._capture.forget_inputs()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients collected for the next step stay, see `discard_gradients`."""
+        self._own()._capture.unheard.clear()
+        super().zero_grad(set_to_none)
+
+    # ---- inside
+
+    @contextmanager
+    def _block(self, train: bool) -> Iterator[None]:
+        if self._sampling:
+            raise RuntimeError(
+                "sampled_params blocks cannot be nested: the weights are already a sample."
+                + (" train() began that block; eval() ends it." if self._begun is not None else "")
+            )
+        self._sync()
+        if train:
+            self._mirror.check(self.model)
+        with self._exact():
+            self._write_draw(self._checked_generator())
+        self._sampling = True
+        try:
+            if train:
+                with out_of_memory_advice("in sampled_params", self._state, self._rows), self._recorded():
+                    yield
+                advice = out_of_memory_advice("while gradients were collected", self._state, self._rows)
+                with advice, self._exact():
+                    groups = self._collected()
+                self._rows += [unscaled(group, self.settings) for group in groups]
+            else:
+                yield
+        finally:
+            self._sampling = False
+            self._write_mean()
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Forward and backward inside the block are written down."""
+        with self._capture.recording():
+            yield
+
+    def _collected(self) -> list[RowGroup]:
+        """Rows of the passes of the last block."""
+        return self._capture.collect(self._mirror.named)
+
+    def _write_draw(self, generator: torch.Generator | None) -> None:
+        """One draw into the model's parameters."""
+        self._mirror.write(self._draw(self._state, generator))
+        # Inside one autocast block torch would go on with its half-precision copy of the draw before.
+        torch.clear_autocast_cache()
+
+    def _write_mean(self) -> None:
+        """The mean into the model's parameters."""
+        self._mirror.write(self._state.loc)
+        torch.clear_autocast_cache()
+
+    def _checked_generator(self) -> torch.Generator | None:
+        device = self._state.loc.device
+        if self.generator is not None and self.generator.device.type != device.type:
+            raise ValueError(
+                f"generator is on {self.generator.device}, but the parameters are on {device}. "
+                f"Use torch.Generator(device={device.type!r})."
+            )
+        return self.generator
+
+    def _rebuild(self, old: StateT | None) -> None:
+        super()._rebuild(old)
+        self._capture = self._listener(self._spec, self._state.loc.dtype)
+        self._rows: list[RowGroup] = []  # those of another layout are of no use
+
+    def _sync(self, contents: bool = True) -> None:
+        if self._sampling:
+            leave = "Leave sampled_params" if self._begun is None else "Call opt.eval()"
+            raise RuntimeError(f"this needs the mean, but the weights are a sample. {leave} first.")
+        super()._sync(contents and not self._rows)  # once after every step is enough

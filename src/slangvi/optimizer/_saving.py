@@ -1,0 +1,127 @@
+"""Saving, loading and copying: everything an exact resume needs."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slangvi._flat import check_packed, pack
+from slangvi._frames import outside_frames
+from slangvi._settings import Settings
+from slangvi.optimizer._bad_batches import BadBatches
+from slangvi.optimizer._drawing import Drawing
+from slangvi.optimizer._hooks import called, held
+from slangvi.optimizer._inferred import StateT
+
+__all__ = ["Saving"]
+
+
+class Saving(Drawing[StateT]):
+    """Goes out as a `state_dict`, a copy or a pickle, and comes back to go on bit by bit."""
+
+    _kept: tuple[str, ...] = ("generator",)  # attributes that copies take along, besides groups and settings
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything an exact resume needs: flat tensors, step, layout, groups, and the generator's state."""
+        self._sync()
+        with held(self, "_optimizer_state_dict_post_hooks") as after:
+            packed = super().state_dict()
+        packed["slangvi"] = pack(type(self).__name__, self._state, self.generator, self.settings.num_data)
+        packed["slangvi"]["bad_batches"] = [self._bad.in_a_row, self._bad.total]
+        return called(after, self, packed)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a `state_dict`; the model's parameters become its mean."""
+        kinds = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+        with held(self, kinds[0]) as before, held(self, kinds[1]) as after:
+            self._take_over(called(before, self, state_dict.copy()))
+        for hook in after:
+            hook(self)
+
+    def _take_over(self, state_dict: dict[str, Any]) -> None:
+        saved: dict[str, Any] = state_dict.get("slangvi")  # type: ignore[assignment]
+        check_packed(saved, type(self).__name__, self._state)
+        _warn_of_other_data(saved["num_data"], self.settings.num_data)
+        random = _random_state(saved["generator"], self.generator)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        if self.generator is not None and random is not None:
+            self.generator.set_state(random)
+        device = self._state.loc.device
+        tensors = {name: value.detach().to(device, copy=True) for name, value in saved["tensors"].items()}
+        self._replace(tensors, step=int(saved["step"]))
+        self._bad = BadBatches(*saved.get("bad_batches", (0, 0)))
+        self.discard_gradients()
+        self._mirror.write(self._state.loc)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles carry the model along: an optimizer without its module could not read gradients.
+        groups = [{**g, "params": [self._name_of[id(p)] for p in g["params"]]} for g in self.param_groups]
+        keep = {k: v for k, v in self.__dict__.items() if k in self._kept}
+        return _restore, (
+            type(self),
+            self.model,
+            groups,
+            self.defaults,
+            {item.name: getattr(self.settings, item.name) for item in fields(self.settings)},
+            keep,
+            self.state_dict(),
+        )
+
+
+def _restore(
+    kind: type[Saving[Any]],
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    defaults: dict[str, Any],
+    settings: dict[str, Any],
+    extra: dict[str, Any],
+    state: dict[str, Any],
+) -> Saving[Any]:
+    """Build a copied or unpickled optimizer anew on its model."""
+    named = dict(model.named_parameters())
+    opt = kind.__new__(kind)
+    opt.__dict__.update(extra)
+    groups = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
+    Saving.__init__(opt, model, groups, defaults, Settings(**settings), extra["generator"])
+    opt.load_state_dict(state)
+    return opt
+
+
+# Pickles name the place of this function, and outlive the order of files in here.
+_restore.__module__ = "slangvi.optimizer"
+
+
+def _random_state(saved: Tensor | None, generator: torch.Generator | None) -> Tensor | None:
+    """A saved state of the generator, seen to be one before anything is changed."""
+    if saved is None:
+        return None
+    if generator is None:
+        warnings.warn(
+            "state_dict holds the state of a generator, and this optimizer has none: its draws will be others. "
+            "Build it with generator=torch.Generator() to go on with the same draws.",
+            UserWarning,
+            stacklevel=outside_frames(),
+        )
+        return None
+    try:
+        torch.Generator(generator.device).set_state(saved.cpu())
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"state_dict['generator'] is no state of a generator on {generator.device}: {error}"
+        ) from error
+    return saved.cpu()
+
+
+def _warn_of_other_data(then: int, now: int) -> None:
+    if then != now:
+        warnings.warn(
+            f"state_dict was made with num_data={then}, this optimizer has num_data={now}; the posterior will change "
+            "width.",
+            UserWarning,
+            stacklevel=outside_frames(),
+        )
