@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import slangvi
 from allocating import allocated
+from slangvi.linalg import krylov
 
-# What the plan may be of the truth. Where no size depends on values it is 1; it is more where embeddings are looked up
-# (as if no example met a word twice) and where an iteration converged (as if it had not).
+# What the plan may be of the truth. Where no size depends on values it is 1; it is more where embeddings are looked up,
+# as if no example met a word twice. Where an iteration for eigenvalues converges, steps may take less than planned.
 BAND = (0.97, 1.2)
 
 
@@ -112,5 +113,7 @@ def test_the_plan_is_near_what_steps_take(name, interface, rank, draws, options)
 @pytest.mark.parametrize("interface", STEPS)
 @pytest.mark.parametrize("rank", [0, 1, 8])
 @pytest.mark.parametrize("draws", [1, 4])
-def test_the_plan_is_near_what_steps_take_for_all(name, interface, rank, draws):
-    assert BAND[0] <= compare(name, interface, rank, draws) <= BAND[1]
+def test_the_plan_is_near_what_steps_take_for_all(name, interface, rank, draws, monkeypatch):
+    assert BAND[0] <= compare(name, interface, rank, draws)
+    monkeypatch.setattr(krylov, "_allowed", lambda tolerance, values: -torch.ones_like(values[..., 0]))
+    assert BAND[0] <= compare(name, interface, rank, draws) <= BAND[1]  # when no iteration converges
