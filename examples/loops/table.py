@@ -70,9 +70,9 @@ TRAINER = """\
 optimizer has them: nothing in the loop changes. `optimizer_cls_and_kwargs=(slangvi.SLANG, {"model": model,
 "num_data": ...})` does the same. Set `max_grad_norm=0` for float16. `Trainer` divides the losses of
 micro-batches only where `trainer.model_accepts_loss_kwargs` is false; then pass `accumulation_steps`.
-At temperature 1 the draws disturb training itself: the mean's own NLL was as high as that of the prediction. Hence
-`temperature=0.1`, and a `prior_precision` divided by it (30 / 0.1), so that the whole posterior is cooled. A narrow
-start, `init_precision`, leaves the first draws near the small weights it begins with."""
+At temperature 1 the mean's own NLL was as high as that of the prediction: training suffered, not prediction alone.
+What helped was `temperature=0.1`, with a `prior_precision` divided by it (30 / 0.1), so that the whole posterior is
+cooled, and a narrower start, `init_precision`, tried together."""
 LIGHTNING = """\
 Lightning hands a closure to `step`, which draws by itself: without accumulation the first changed line is
 enough, and `mc_samples` may be larger than 1. The closures of accumulating batches, and all closures under
@@ -90,14 +90,14 @@ compiled."""
 CYCLE = "The rate of the precision follows `lr`; both must stay below 1. OneCycle moves `momentum` too."
 LAST = """\
 Call SLANG's `step` (or `eval()`) before that of the other optimizer: gradients are told apart by calling
-modules again, with the weights they were called with. A layer of 99 weights hardly overfits 240 examples, so there is
-little for a posterior to mend: cooled, it predicts as well as Adam does; at temperature 1 a little worse."""
+modules again, with the weights they were called with. Cooled, the layer predicted as well as with Adam; at
+temperature 1 and a rate of 0.05 a little worse, 0.221 against 0.213 over eight data sets."""
 LORA = """\
 Frozen weights stay out by themselves, so the posterior has the adapters' parameters alone, and a checkpoint of
 it is as small as they are. Cooled as above, and slower: one epoch at a rate of 0.05 that never falls left the mean
 itself far off, not only the draws around it."""
 
-SUBSET = "As for the last layer: few weights, little to mend, and a cooled posterior."
+SUBSET = "Cooled as the last layer is; at temperature 1 the NLL was 0.245 over eight data sets, against 0.225."
 
 LOOPS = {
     loop.file.removesuffix(".py"): loop
