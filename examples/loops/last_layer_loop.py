@@ -25,7 +25,8 @@ def adam() -> torch.Tensor:
 def slang() -> torch.Tensor:
     model = network()
     body = torch.optim.Adam(model[0].parameters(), lr=1e-3)
-    head = slangvi.SLANG(model, model[2].parameters(), num_data=data.size, rank=4, lr=0.05)
+    cool = {"temperature": 0.1, "prior_precision": 10.0}
+    head = slangvi.SLANG(model, model[2].parameters(), num_data=data.size, rank=4, lr=0.02, **cool)
     for x, y in data.epochs():
         body.zero_grad()
         head.zero_grad()

@@ -33,7 +33,8 @@ def adam() -> torch.Tensor:
 
 def slang() -> torch.Tensor:
     model = adapted()
-    opt = slangvi.SLANG(model, num_data=data.size, rank=4, lr=0.05, prior_precision=100.0, init_precision=1e4)
+    cool = {"temperature": 0.1, "prior_precision": 1000.0, "init_precision": 1e4}
+    opt = slangvi.SLANG(model, num_data=data.size, rank=4, lr=0.02, **cool)
     for x, y in data.epochs(1):
         opt.zero_grad()
         opt.train()

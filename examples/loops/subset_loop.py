@@ -23,7 +23,7 @@ def adam() -> torch.Tensor:
 def slang() -> torch.Tensor:
     model = network()
     chosen = [p for name, p in model.named_parameters() if name.endswith("bias") or name == "2.weight"]
-    opt = slangvi.SLANG(model, chosen, num_data=data.size, rank=4, lr=0.05)
+    opt = slangvi.SLANG(model, chosen, num_data=data.size, rank=4, lr=0.05, temperature=0.1, prior_precision=10.0)
     for x, y in data.epochs():
         opt.zero_grad()
         opt.train()

@@ -70,8 +70,9 @@ TRAINER = """\
 optimizer has them: nothing in the loop changes. `optimizer_cls_and_kwargs=(slangvi.SLANG, {"model": model,
 "num_data": ...})` does the same. Set `max_grad_norm=0` for float16. `Trainer` divides the losses of
 micro-batches only where `trainer.model_accepts_loss_kwargs` is false; then pass `accumulation_steps`.
-Transformers start from small weights, and wide priors drown them in noise: `prior_precision` and
-`init_precision` say how narrow prior and start are."""
+At temperature 1 the mean's own NLL was as high as that of the prediction: training suffered, not prediction alone.
+What helped was `temperature=0.1`, with a `prior_precision` divided by it (30 / 0.1), so that the whole posterior is
+cooled, and a narrower start, `init_precision`, tried together."""
 LIGHTNING = """\
 Lightning hands a closure to `step`, which draws by itself: without accumulation the first changed line is
 enough, and `mc_samples` may be larger than 1. The closures of accumulating batches, and all closures under
@@ -89,25 +90,29 @@ compiled."""
 CYCLE = "The rate of the precision follows `lr`; both must stay below 1. OneCycle moves `momentum` too."
 LAST = """\
 Call SLANG's `step` (or `eval()`) before that of the other optimizer: gradients are told apart by calling
-modules again, with the weights they were called with."""
+modules again, with the weights they were called with. Cooled, the layer predicted as well as with Adam; at
+temperature 1 and a rate of 0.05 a little worse, 0.221 against 0.213 over eight data sets."""
 LORA = """\
 Frozen weights stay out by themselves, so the posterior has the adapters' parameters alone, and a checkpoint of
-it is as small as they are."""
+it is as small as they are. Cooled as above, and slower: one epoch at a rate of 0.05 that never falls left the mean
+itself far off, not only the draws around it."""
+
+SUBSET = "Cooled as the last layer is; at temperature 1 the NLL was 0.245 over eight data sets, against 0.225."
 
 LOOPS = {
     loop.file.removesuffix(".py"): loop
     for loop in (
-        Loop("Plain PyTorch", "plain.py", 0.75, 3),
-        Loop("Lightning", "lightning_loop.py", 0.75, 5, ("lightning",), LIGHTNING),
-        Loop("Hugging Face Trainer", "trainer_loop.py", 0.5, 3, ("transformers", "accelerate"), TRAINER),
-        Loop("Accelerate", "accelerate_loop.py", 0.75, 3, ("accelerate",), ACCELERATE),
-        Loop("LoRA adapters with PEFT", "lora_loop.py", 0.65, 3, ("transformers", "peft"), LORA),
-        Loop("float16 and a GradScaler", "scaler_loop.py", 0.75, 3, note=SCALER),
-        Loop("bfloat16", "bfloat16_loop.py", 0.75, 3),
-        Loop("torch.compile", "compiled_loop.py", 0.75, 3, note=COMPILED),
-        Loop("OneCycleLR", "one_cycle_loop.py", 0.75, 4, note=CYCLE),
-        Loop("ReduceLROnPlateau", "plateau_loop.py", 0.75, 3),
-        Loop("The last layer only", "last_layer_loop.py", 0.75, 3, note=LAST),
-        Loop("Some parameters only", "subset_loop.py", 0.75, 3),
+        Loop("Plain PyTorch", "plain.py", 0.6, 3),
+        Loop("Lightning", "lightning_loop.py", 0.63, 5, ("lightning",), LIGHTNING),
+        Loop("Hugging Face Trainer", "trainer_loop.py", 0.34, 3, ("transformers", "accelerate"), TRAINER),
+        Loop("Accelerate", "accelerate_loop.py", 0.63, 3, ("accelerate",), ACCELERATE),
+        Loop("LoRA adapters with PEFT", "lora_loop.py", 0.48, 4, ("transformers", "peft"), LORA),
+        Loop("float16 and a GradScaler", "scaler_loop.py", 0.6, 3, note=SCALER),
+        Loop("bfloat16", "bfloat16_loop.py", 0.6, 3),
+        Loop("torch.compile", "compiled_loop.py", 0.6, 3, note=COMPILED),
+        Loop("OneCycleLR", "one_cycle_loop.py", 0.62, 4, note=CYCLE),
+        Loop("ReduceLROnPlateau", "plateau_loop.py", 0.6, 3),
+        Loop("The last layer only", "last_layer_loop.py", 0.59, 4, note=LAST),
+        Loop("Some parameters only", "subset_loop.py", 0.6, 3, note=SUBSET),
     )
 }

@@ -34,8 +34,8 @@ def adam() -> torch.Tensor:
 
 def slang() -> torch.Tensor:
     model = bert()
-    widths = {"prior_precision": 30.0, "init_precision": 1000.0}
-    opt = slangvi.SLANG(model, num_data=data.size, rank=4, lr=0.1, **widths)
+    cool = {"temperature": 0.1, "prior_precision": 300.0, "init_precision": 1e4}
+    opt = slangvi.SLANG(model, num_data=data.size, rank=4, lr=0.1, **cool)
     with tempfile.TemporaryDirectory() as folder:
         Trainer(model, arguments(folder), train_dataset=data.rows(), optimizers=(opt, None)).train()
     return slangvi.predictive_samples(model, opt.posterior, data.x_test).mean(0)

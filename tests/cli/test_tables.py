@@ -56,6 +56,12 @@ def test_fit_says_what_it_did(place, tmp_path):
         assert words in result.output, words
 
 
+def test_fit_says_what_it_found_before_it_trains(place, tmp_path):
+    said = invoke("fit", place / "houses.csv", "--target", "price", "--out", tmp_path / "m", *SHORT).output
+    places = [said.index(words) for words in ("Task: regression", "'same' dropped", "training four fifths", "On 12")]
+    assert places == sorted(places)
+
+
 def test_fit_for_programs(place, tmp_path):
     result = invoke("fit", place / "kinds.csv", "--target", "=kind", "--out", tmp_path / "m", *SHORT, "--json")
     found = json.loads(result.output)

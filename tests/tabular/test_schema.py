@@ -42,6 +42,9 @@ def test_rare_levels_are_taken_together():
     assert schema.notes == {"x": "5 rarer levels are taken together"}
 
 
+DATES = "; if these are dates, put year, month or age into columns of their own"
+
+
 @pytest.mark.parametrize(
     ("cells", "why"),
     [
@@ -50,6 +53,8 @@ def test_rare_levels_are_taken_together():
         (["5"] * 30, "it is '5' in every row"),
         (list(range(7, 37)), "it only counts the rows"),
         ([f"name {k}" for k in range(30)], "it has 30 different words in 30 rows"),
+        ([f"2024-05-{k:02}" for k in range(1, 31)], f"it has 30 different words in 30 rows{DATES}"),
+        ([f"{k}.5.24 10:00" for k in range(1, 31)], f"it has 30 different words in 30 rows{DATES}"),
     ],
 )
 def test_columns_that_say_nothing_are_dropped_with_a_reason(cells, why):

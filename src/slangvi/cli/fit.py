@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from slangvi.tabular.model import Model
+    from slangvi.tabular.schema import Schema
+    from slangvi.tabular.target import Target
 
 __all__ = ["fit"]
 
@@ -61,8 +64,9 @@ def fit(data: Path, out: Path, max_mb: float, force: bool, quiet: bool, json: bo
         raise click.ClickException("--device cuda: torch sees no GPU. Use --device cpu, or install torch with CUDA.")
     start, console = perf_counter(), Console(soft_wrap=True)
     table = read_csv(data, max_mb)
-    with nullcontext(_silent) if quiet or json else progress_bars(console) as progress:
-        model = fitted(table, Settings(**options), progress)
+    silent = quiet or json
+    with nullcontext(_silent) if silent else progress_bars(console) as progress:
+        model = fitted(table, Settings(**options), progress, None if silent else partial(_show_found, console))
     model.record.update(_about(data, options["device"], perf_counter() - start))
     save(model, out)
     if json:
@@ -102,32 +106,40 @@ def _outcome(model: Model, out: Path) -> dict[str, Any]:
     return {**found, "classes": list(model.target.classes), **rest, **{key: model.record[key] for key in keys}}
 
 
+def _show_found(console: Console, target: Target, schema: Schema, rows: int, without_target: int) -> None:
+    """Task and columns, before minutes of training are spent on a wrong guess."""
+    kinds = [column.kind for column in schema.columns]
+    classes = f", {target.outputs} classes" if target.classes else ""
+    _say(console, f"Task: {target.task}{classes} ({target.why})")
+    _say(
+        console,
+        f"Inputs: {kinds.count('numeric')} numeric and {kinds.count('categorical')} categorical columns, "
+        f"{schema.features} numbers a row, {rows} rows",
+    )
+    if without_target:
+        _say(console, f"  {without_target} rows without a target are left out")
+    for word, notes in (("dropped", schema.dropped), ("kept", schema.notes)):
+        for name, why in notes.items():
+            _say(console, f"  {name!r} {word}: {why}")
+    console.file.flush()  # into a pipe or a log, too
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False)
+
+
 def _show(console: Console, model: Model, out: Path) -> None:
     from rich.table import Table
 
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False)
+    from slangvi.tabular.scores import readable
 
-    record, schema, target = model.record, model.schema, model.target
-    kinds = [column.kind for column in schema.columns]
-    classes = f", {target.outputs} classes" if target.classes else ""
-    say(f"Task: {target.task}{classes} ({target.why})")
-    say(
-        f"Inputs: {kinds.count('numeric')} numeric and {kinds.count('categorical')} categorical columns, "
-        f"{schema.features} numbers a row, {record['rows']} rows"
-    )
-    if record["without_target"]:
-        say(f"  {record['without_target']} rows without a target are left out")
-    for word, notes in (("dropped", schema.dropped), ("kept", schema.notes)):
-        for name, why in notes.items():
-            say(f"  {name!r} {word}: {why}")
-    scores = record["scores"]
+    record, scores = model.record, model.record["scores"]
     grid = Table("", *(_WORDS[name] for name in scores["model"]), title=f"On {record['held_out_rows']} held-out rows")
-    for label, row in (("SLANG", scores["model"]), (_baseline(target.task), scores["baseline"])):
-        grid.add_row(label, *(f"{value:.4g}" for value in row.values()))
+    for label, row in (("SLANG", scores["model"]), (_baseline(model.target.task), scores["baseline"])):
+        grid.add_row(label, *(readable(value) for value in row.values()))
     console.print(grid)
     fitted = "all rows" if record["settings"]["refit"] else "the other four fifths"
-    say(f"Model: {out}, fitted on {fitted}   ({record['environment']['seconds']:.0f} s)")
+    _say(console, f"Model: {out}, fitted on {fitted}   ({record['environment']['seconds']:.0f} s)")
 
 
 def _baseline(task: str) -> str:

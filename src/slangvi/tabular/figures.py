@@ -108,6 +108,7 @@ def _scatter(ax: Any, held: Numbers, y: Array) -> None:
     alpha = float(np.clip(60 / len(y), 0.05, 0.7))
     ax.errorbar(held.mean, y, xerr=held.std, fmt="o", ms=3, lw=0.6, color=_BLUE, alpha=alpha)
     ax.set(xlabel="predicted", ylabel="observed")
+    ax.locator_params(axis="x", nbins=4)  # labels of prices are wide
 
 
 def _residuals(ax: Any, held: Numbers, y: Array) -> None:

@@ -22,6 +22,7 @@ __all__ = ["Settings", "fit"]
 
 Array = NDArray[Any]
 Progress = Callable[[str, int, int], None]
+Found = Callable[[Target, Schema, int, int], None]
 
 # Held-out predictions kept for the report, and rows kept with all their cells.
 KEPT, SHOWN, CELL = 5000, 20, 100
@@ -56,13 +57,15 @@ class Settings:
     refit: bool = True
 
 
-def fit(table: Table, settings: Settings, progress: Progress) -> Model:
+def fit(table: Table, settings: Settings, progress: Progress, found: Found | None = None) -> Model:
     """Fit a model, and keep with it how it did on rows it had not seen.
 
     Args:
         table: all columns and rows.
         settings: what to do.
         progress: called with a label, the epochs done and their number.
+        found: called before training with the target, what becomes of the columns, the rows used, and the rows left
+            out because they have no target.
 
     Raises:
         DataError: the table has nothing to learn from.
@@ -76,16 +79,22 @@ def fit(table: Table, settings: Settings, progress: Progress) -> Model:
     target, rows = find_target(table.without(settings.exclude), settings.target, settings.task)
     y, inputs = target.encode(rows), rows.without([settings.target])
     train, held = held_out(target, y, settings.seed)
-    model = _fitted(inputs.take(train.tolist()), y[train], target, settings, progress, "four fifths")
+    part = inputs.take(train.tolist())
+    first = infer(part)
+    last = infer(inputs) if settings.refit else first
+    if found is not None:
+        found(target, last, len(rows), whole - len(rows))
+    model = _fitted(part, first, y[train], target, settings, progress, "four fifths")
     record = _judged(model, rows.take(held.tolist()), y[held], y[train])
     if settings.refit:
-        model = _fitted(inputs, y, target, settings, progress, "all rows")
+        model = _fitted(inputs, last, y, target, settings, progress, "all rows")
     record |= {"rows": len(rows), "without_target": whole - len(rows), "settings": asdict(settings)}
     return Model(model.schema, model.target, model.network, model.posterior, record)
 
 
-def _fitted(inputs: Table, y: Array, target: Target, settings: Settings, progress: Progress, label: str) -> Model:
-    schema = infer(inputs)
+def _fitted(
+    inputs: Table, schema: Schema, y: Array, target: Target, settings: Settings, progress: Progress, label: str
+) -> Model:
     estimator, mean, scale = _estimator(target, settings, y)
     done = iter(range(1, settings.epochs + 1))
     estimator.set_params(verbose=lambda line: progress(label, next(done), settings.epochs))

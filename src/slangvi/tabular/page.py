@@ -13,7 +13,7 @@ from slangvi.errors import DataError
 from slangvi.tabular.figures import figures
 from slangvi.tabular.model import Classes, Model, Numbers
 from slangvi.tabular.schema import number_of
-from slangvi.tabular.scores import LEVELS, coverages
+from slangvi.tabular.scores import LEVELS, coverages, readable
 
 __all__ = ["page"]
 
@@ -90,7 +90,7 @@ def _cards(model: Model) -> str:
     ours, plain = model.record["scores"]["model"], model.record["scores"]["baseline"]
     kind = "mean alone" if model.target.task == "regression" else "class frequencies"
     cards = [
-        f'<div class="card"><p>{_WORDS[name]}</p><b>{_number(value)}</b><p>{kind}: {_number(plain[name])}</p></div>'
+        f'<div class="card"><p>{_WORDS[name]}</p><b>{readable(value)}</b><p>{kind}: {readable(plain[name])}</p></div>'
         for name, value in ours.items()
     ]
     return f'<div class="cards">{"".join(cards)}</div>'
@@ -141,7 +141,7 @@ def _uncertain(model: Model) -> str:
     rows = []
     for row in shown:
         said = (
-            [_number(row["mean"]), _number(row["std"])] if regression else [row["class"], f"{row['probability']:.2f}"]
+            [readable(row["mean"]), readable(row["std"])] if regression else [row["class"], f"{row['probability']:.2f}"]
         )
         cells = [_rounded(row["cells"].get(name, "")) for name in names]
         rows.append([str(row["line"]), row["target"], *said, f"{row['epistemic_share']:.0%}", *cells])
@@ -170,7 +170,7 @@ def _settings(model: Model) -> str:
     rows = [["task", f"{model.target.task}: {model.target.why}"], ["fitted on", fitted]]
     rows += [["weights", f"{model.network.num_params:,}"]]
     if model.target.task == "regression":
-        rows.append(["noise (standard deviation)", _number(model.noise)])
+        rows.append(["noise (standard deviation)", readable(model.noise)])
     rows += [[key, _plain(value)] for key, value in {**record["settings"], **record["environment"]}.items()]
     return f"<h2>Settings and versions</h2>{_table(['setting', 'value'], rows)}"
 
@@ -184,11 +184,7 @@ def _plain(value: Any) -> str:
 def _rounded(cell: str) -> str:
     """Sixteen digits would hide the row; whole numbers such as years keep theirs."""
     value = number_of(cell)
-    return cell if value is None or value == round(value) else _number(value)
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}" if abs(value) > 1e-12 else "0"  # what is left by rounding would only confuse
+    return cell if value is None or value == round(value) else readable(value)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = ()) -> str:

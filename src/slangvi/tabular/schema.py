@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,7 @@ _NUMBERS = 0.95
 # Text with more different values than this share of the rows names rows and says nothing about others.
 _IDS = 0.5
 _FEW = 10
+_DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}\b")
 # Squares of larger numbers would overflow.
 _LARGEST = 1e100
 
@@ -225,10 +227,15 @@ def _judged(name: str, cells: Sequence[str]) -> tuple[Column | None, str]:
     if len(known) >= _NUMBERS * len(present):
         return _numeric(name, cells, known, len(present) - len(known))
     if len(counts) > max(_FEW, _IDS * len(cells)):
-        return None, f"it has {len(counts)} different words in {len(cells)} rows"
+        return None, f"it has {len(counts)} different words in {len(cells)} rows{_advice(present[0])}"
     levels = tuple(level for level, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:MAX_LEVELS])
     rest = len(counts) - len(levels)
     return Categorical(name, levels), f"{rest} rarer levels are taken together" if rest else ""
+
+
+def _advice(cell: str) -> str:
+    """What to do with dates, of which the text itself says nothing: 2024-05-31, 31.05.24, 5/31/2024 10:00."""
+    return "; if these are dates, put year, month or age into columns of their own" if _DATE.match(cell) else ""
 
 
 def _numeric(name: str, cells: Sequence[str], known: Array, odd: int) -> tuple[Column | None, str]:

@@ -12,12 +12,24 @@ from numpy.typing import NDArray
 from slangvi import metrics
 from slangvi.tabular.model import Classes, Model, Numbers
 
-__all__ = ["LEVELS", "coverages", "score"]
+__all__ = ["LEVELS", "coverages", "readable", "score"]
 
 Array = NDArray[Any]
 Scores = dict[str, float]
 
 LEVELS = tuple(k / 10 for k in range(1, 10))
+
+
+def readable(value: float) -> str:
+    """Four digits, without powers of ten for what people count in thousands, such as prices.
+
+    Example:
+        >>> readable(0.03636), readable(43328.1), readable(1e15), readable(1e-16)
+        ('0.03636', '43,328', '1e+15', '0')
+    """
+    if 1e4 <= abs(value) < 1e12:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) > 1e-12 else "0"  # what is left by rounding would only confuse
 
 
 def coverages(predicted: Numbers, y: Array) -> list[float]:
