@@ -59,12 +59,14 @@ METHODS: dict[str, Recipe] = {
     "map": Recipe("map", _ADAM | {"distinct": 1}, _ADAM_RATES, 0.0003, seeds=_SEVERAL),
     "ensemble_5": Recipe("ensemble_5", _ADAM | {"distinct": 5}, _ADAM_RATES, 0.0008, tuned_as="map", seeds=_SEVERAL),
 }
+# For a hundred steps: a wider start, from which the mean moves faster.
+_FEW_STEPS = {"neg_log_sigma": 1.0, "lr": 0.02, "temperature": 0.01, "init_precision": 1e3}
 # What --quick trains, and with which settings: one each but for the cheapest.
 QUICK: dict[str, Grid] = {
     "slang_1": [{"neg_log_sigma": 1.0, "decay": 0.52}],
     "slang_8": [{"neg_log_sigma": 1.0, "decay": 0.52}],
-    "slang_1_cold": [{"neg_log_sigma": 1.0, "lr": 0.03, "temperature": 0.01}],
-    "slang_8_cold": [{"neg_log_sigma": 1.0, "lr": 0.03, "temperature": 0.01}],
+    "slang_1_cold": [_FEW_STEPS],
+    "slang_8_cold": [_FEW_STEPS],
     "map": [{"neg_log_sigma": 1.0, "adam_lr": 1e-3}, {"neg_log_sigma": 1.0, "adam_lr": 3e-3}],
 }
 
