@@ -102,14 +102,11 @@ def plan(common: dict[str, Any], datasets: tuple[str, ...], methods: tuple[str, 
     """A cell for every data set and recipe."""
     work = "slangvi.experiments._uci_cells:compute_recipe"
     return [
-        Cell(NAME, dataset, name, settings_of(dataset, common | _plain(RECIPES[name]) | _point(dataset)), work)
-        for dataset in datasets
+        Cell(NAME, dataset, name, settings_of(dataset, common | _plain(RECIPES[name]) | {"point": list(point)}), work)
+        for dataset, point in POINTS.items()
+        if dataset in datasets
         for name in methods
     ]
-
-
-def _point(dataset: str) -> dict[str, Any]:
-    return {"point": list(POINTS[dataset])}
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slangvi._out_of_memory import out_of_memory_advice
-from slangvi._settings import Settings
 from slangvi.grads import GradientCapture, RowGroup
 from slangvi.optimizer._bad_batches import BadBatches
 from slangvi.optimizer._inferred import Inferred, StateT
@@ -25,19 +23,11 @@ __all__ = ["Drawing"]
 class Drawing(Inferred[StateT]):
     """Puts draws into the model and the mean back, and keeps gradients at draws until a step takes them."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Any,
-        defaults: dict[str, Any],
-        settings: Settings,
-        generator: torch.Generator | None,
-    ) -> None:
+    def _prepare(self) -> None:
         self._sampling = False
         self._begun: AbstractContextManager[None] | None = None
         self._bad = BadBatches()
         self._warnings = Warnings()
-        super().__init__(model, params, defaults, settings, generator)
 
     # ---- what a method supplies
 

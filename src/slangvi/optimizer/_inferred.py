@@ -47,13 +47,18 @@ class Inferred(Optimizer, ABC, Generic[StateT]):
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}.")
         self._ready = False
+        self._prepare()
         # Wrappers that pass for their optimizer, as Lightning's do, run its methods as their own.
         self._itself: Callable[[], Any] = weakref.ref(self)
         super().__init__(_chosen(self.model, params), defaults)
         self._rebuild(None)
         self._ready = True
 
-    # ---- what a method supplies
+    # ---- what a method or a layer above supplies
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Set what has to be there before the first parameters are."""
 
     @abstractmethod
     def _begin(self, params: Params, hyper: GroupValues) -> StateT:
