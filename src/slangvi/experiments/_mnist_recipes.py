@@ -39,7 +39,7 @@ def _papers(rank: int) -> Recipe:
 
 
 def _cold(rank: int) -> Recipe:
-    """One rank is tuned for all: what is searched hardly depends on it."""
+    """One rank is tuned for all, which saves five of six searches."""
     tuned_as = "" if rank == _TUNED_COLD else f"slang_{_TUNED_COLD}_cold"
     return Recipe(
         f"slang_{rank}",
