@@ -14,7 +14,7 @@ import torch
 
 from slangvi._version import __version__
 
-__all__ = ["cpu_name", "device_name", "environment", "versions"]
+__all__ = ["cpu_name", "device_name", "environment", "platform_facts", "versions"]
 
 
 def environment(command: str, device: str, seconds: float) -> dict[str, Any]:
@@ -28,14 +28,21 @@ def environment(command: str, device: str, seconds: float) -> dict[str, Any]:
     return {
         "command": command,
         "device_type": device,
-        "device": device_name(device),
+        **platform_facts(device),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "slangvi": __version__,
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(seconds, 1),
     }
+
+
+def platform_facts(device: str) -> dict[str, str]:
+    """What a number was computed on: device, Python, torch.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    return {"device": device_name(device), "python": platform.python_version(), "torch": torch.__version__}
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

@@ -257,11 +257,11 @@ def test_the_page_says_where_cells_were_computed(settings, tmp_path):
     path = settings.out / "uci.json"
     about = json.loads(path.read_text())
     assert all(cell["device"] == about["device"] for cell in about["cells"].values())
-    about["cells"]["energy bbb"] |= {"seconds": 90.0, "device": "a far machine"}
+    about["cells"]["energy bbb"] |= {"seconds": 90.0, "device": "a far machine", "torch": "9.9"}
     path.write_text(json.dumps(about))
     text, _ = uci.section(settings.out, tmp_path)
-    assert "1.5 process minutes on a far machine" in text
-    assert f"process minutes on {about['device']}\n" in text
+    assert f"1.5 process minutes on a far machine (Python {about['python']}, torch 9.9)" in text
+    assert f"process minutes on {about['device']} (Python {about['python']}, torch {torch.__version__})" in text
 
 
 def test_the_page_says_where_ours_is_as_good(settings, tmp_path):

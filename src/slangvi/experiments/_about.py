@@ -40,10 +40,11 @@ def about_run(
         "wall_seconds": round(perf_counter() - start, 1),
         "seed": settings.seed,
         "settings": {"quick": settings.quick, **chosen},
-        "cells": {cell.label: {**_about_cell(stored, here["device"]), **more(cell, stored)} for cell, stored in cells},
+        "cells": {cell.label: {**_about_cell(stored, here), **more(cell, stored)} for cell, stored in cells},
     }
 
 
-def _about_cell(stored: Stored, here: str) -> dict[str, Any]:
-    """How long it took, and where; a cell of a time when that was not kept was computed here."""
-    return {"seconds": round(stored.about["seconds"], 1), "device": stored.about.get("device", here)}
+def _about_cell(stored: Stored, here: Mapping[str, Any]) -> dict[str, Any]:
+    """How long it took, and on what; a cell of a time when that was not kept was computed here."""
+    facts = {name: stored.about.get(name, here[name]) for name in ("device", "python", "torch")}
+    return {"seconds": round(stored.about["seconds"], 1), **facts}

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slangvi._environment import device_name
+from slangvi._environment import platform_facts
 from slangvi._files import put
 
 __all__ = ["Arrays", "Attempt", "Cell", "Stopped", "Stored", "compute", "forget", "read", "read_cell", "write"]
@@ -159,7 +159,7 @@ def compute(cell: Cell, folder: Path, report: Report, keep_every: float = 60.0) 
     module, _, name = cell.work.partition(":")
     arrays = getattr(import_module(module), name)(cell, attempt)
     about = {"dataset": cell.dataset, "method": cell.method, "settings": cell.settings, "seconds": attempt.seconds}
-    write(cell.path(folder), arrays, about | {"device": device_name(str(cell.settings.get("device", "cpu")))})
+    write(cell.path(folder), arrays, about | platform_facts(str(cell.settings.get("device", "cpu"))))
     cell.partial_path(folder).unlink(missing_ok=True)
     return attempt.seconds
 

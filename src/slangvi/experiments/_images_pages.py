@@ -47,7 +47,7 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     lines = read_table(results / f"{NAME}.csv", COLUMNS)
     turned = read_table(results / f"{NAME}-turned.csv", TURNED_COLUMNS)
     strangers = read_table(results / f"{NAME}-strangers.csv", STRANGER_COLUMNS)
-    parts, pictures = [ABOUT, _pages.made_by(results / f"{NAME}.json")], list[Path]()
+    parts, pictures = [ABOUT, _pages.made_by(results / f"{NAME}.json", "seeds")], list[Path]()
     parts += [f"- {line}" for line in verdicts(lines)] + [""]
     for data, network in dict.fromkeys((line["data"], line["network"]) for line in lines):
         here = [_by(table, "data", "network").get((data, network), []) for table in (lines, turned, strangers)]

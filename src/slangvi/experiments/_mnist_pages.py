@@ -53,7 +53,7 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the pictures it wrote."""
     lines = read_table(results / f"{NAME}.csv", COLUMNS)
     paper = printed(NAME)
-    parts = [ABOUT, _pages.made_by(results / f"{NAME}.json"), _table(lines, paper)]
+    parts = [ABOUT, _pages.made_by(results / f"{NAME}.json", "seeds"), _table(lines, paper)]
     parts += ["### What holds on MNIST\n", *(f"- {line}" for line in verdicts(lines, paper)), ""]
     parts += ["### Settings that were chosen\n", _choices(read_table(results / f"{NAME}-tuning.csv", TUNING_COLUMNS))]
     pictures = _pictures(results, docs / "images")
@@ -78,7 +78,7 @@ def _table(lines: Sequence[Line], paper: Mapping[tuple[str, str, str], Printed])
     found = []
     for method in dict.fromkeys(line["method"] for line in lines):
         mine = [line for line in lines if line["method"] == method]
-        there = paper.get((NAME, METRICS[0], method))
+        there = paper.get((NAME, METRICS[0], method.removesuffix("_cold")))
         cells = [method, "" if there is None else _pages.number(there.mean, None, there.unit)]
         for name, unit in zip(METRICS, (0.01, 1e-4, 1e-4, 1e-4), strict=True):
             values = [float(line[name]) for line in mine]
@@ -172,7 +172,7 @@ def _draw_curves(results: Path, images: Path) -> Path:
             )
         axes.set(xscale="log", yscale="log", xlabel="epochs", ylabel=_pages.METRICS[name])
         axes.grid(alpha=0.3, which="both")
-    drawn.axes[1].legend(fontsize=7, ncols=2)
+    drawn.legend(*axes.get_legend_handles_labels(), fontsize=7, ncols=9, loc="outside upper center")
     path = images / f"results-{NAME}-curves.png"
     _pages.save(drawn, path)
     return path

@@ -54,26 +54,36 @@ COLORS = {
 }
 
 
-def made_by(path: Path) -> str:
-    """The command and the machine behind results, from their JSON."""
+def made_by(path: Path, repeats: str = "splits") -> str:
+    """The command and the machine behind results, from their JSON.
+
+    Args:
+        path: of the JSON.
+        repeats: what differs between runs of one method.
+    """
     about = read_about(path)
     wall = about["wall_seconds"] / 60
-    versions = f"Python {about['python']}, torch {about['torch']}, slangvi {about['slangvi']}"
-    lengths = [f"{about['settings'][key]:,} {key}" for key in ("epochs", "splits") if key in about["settings"]]
+    words, chosen = {"epochs": "epochs", "splits": repeats}, about["settings"]
+    lengths = [_counted(chosen[key], word) for key, word in words.items() if key in chosen]
     facts = ", ".join([*lengths, *_spent(about)])
     return (
-        f"`{about['command']}` on {about['date']}: {facts}\n"
-        f"(the last command took {wall:.1f} minutes, {about['jobs']} at a time), {versions}.\n"
+        f"`{about['command']}` on {about['date']}, slangvi {about['slangvi']}: {facts}.\n"
+        f"The last command took {wall:.1f} minutes, {about['jobs']} at a time.\n"
     )
 
 
+def _counted(count: int, plural: str) -> str:
+    return f"{count:,} {plural if count != 1 else plural.removesuffix('s')}"
+
+
 def _spent(about: Mapping[str, Any]) -> list[str]:
-    """Minutes of processes by device; a table may have been made in several places."""
+    """Minutes of processes by machine and versions; a table may have been made in several places."""
     seconds: dict[str, float] = {}
     for cell in about["cells"].values():
-        device = cell.get("device", about["device"])
-        seconds[device] = seconds.get(device, 0.0) + cell["seconds"]
-    return [f"{spent / 60:.1f} process minutes on {device}" for device, spent in seconds.items()]
+        facts = {name: cell.get(name, about[name]) for name in ("device", "python", "torch")}
+        place = "{device} (Python {python}, torch {torch})".format(**facts)
+        seconds[place] = seconds.get(place, 0.0) + cell["seconds"]
+    return [f"{spent / 60:.1f} process minutes on {place}" for place, spent in seconds.items()]
 
 
 def image(path: Path, alt: str) -> str:

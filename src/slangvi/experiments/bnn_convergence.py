@@ -109,7 +109,7 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the pictures it wrote."""
     rows, traces = read_rows(results / f"{NAME}.csv"), read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS)
-    parts, pictures = [ABOUT, _pages.made_by(results / f"{NAME}.json")], list[Path]()
+    parts, pictures = [ABOUT, _pages.made_by(results / f"{NAME}.json", "seeds")], list[Path]()
     for metric, short in zip(METRICS, ("elbo", "nll"), strict=True):
         label, picture = _pages.METRICS[metric], docs / "images" / f"results-{NAME}-{short}.png"
         _pages.panels([line for line in traces if line["metric"] == metric], METHODS, label, picture)
