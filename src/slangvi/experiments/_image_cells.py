@@ -107,8 +107,11 @@ class _Run:
         self.model = network(settings).to(settings["device"])
         self.stages: list[tuple[str, int]] = [(part, int(epochs)) for part, epochs in settings["stages"]]
         self.epochs = sum(epochs for _, epochs in self.stages)
+        self.steps = sum(epochs * (settings["num_images"][part] // self.batch) for part, epochs in self.stages)
         self.marks = trace_steps(self.epochs, settings["trace_points"])
         self.epoch, self.lost = 0, False
+        # Steps in all and in this epoch, and the random state from which the order of its images is drawn.
+        self.done, self.within, self.shuffle = 0, 0, self.generator.get_state()
         self.trace: list[list[float]] = []
         self.seen = Predicted(torch.zeros(0, CLASSES), torch.zeros(0))
         self.learner: Learner
@@ -130,7 +133,9 @@ class _Run:
         kept = self.attempt.restored() or {}
         if kept:
             self.epoch, self.lost = int(kept["at_epoch"]), bool(kept["lost"])
+            self.done, self.within = int(kept["done"]), int(kept["within"])
             self.trace = kept["trace"].tolist()
+            self.shuffle = torch.from_numpy(kept["shuffle"])
             self.generator.set_state(torch.from_numpy(kept["random"]))
         return kept
 
@@ -140,18 +145,34 @@ class _Run:
                 self._advance(part)
             except NumericalError:
                 self.lost = True
-            self.epoch += 1
-            self.attempt.tick(self.epoch, self.epochs, self._capture)
+            self.epoch, self.within = self.epoch + 1, 0
+            self._tick()
+
+    def _tick(self) -> None:
+        self.attempt.tick(self.done, self.steps, self._capture)
 
     def _advance(self, part: str) -> None:
-        """One epoch of shuffled minibatches; what does not fill one is left out."""
+        """One epoch of shuffled minibatches, or what is left of it; images that do not fill one are left out."""
         x, y = self._part(part)
-        order = torch.randperm(len(y), generator=self.generator, device=y.device)
-        for index in order[: len(y) // self.batch * self.batch].split(self.batch):
+        for index in self._order(len(y)).split(self.batch)[self.within :]:
             self.learner.step(x[index].unsqueeze(0), y[index].unsqueeze(0))
+            self.done, self.within = self.done + 1, self.within + 1
+            if self.within < len(y) // self.batch:  # the last is told with the epoch
+                self._tick()
         if self.epoch + 1 in self.marks:
             seen = self._measured(self._draws(self.settings["trace_draws"]))
             self.trace.append([self.epoch + 1, seen[METRICS[0]], seen[METRICS[1]]])
+
+    def _order(self, size: int) -> Tensor:
+        """The images of this epoch; the same again when it was begun before."""
+        if self.within == 0:
+            self.shuffle = self.generator.get_state()
+        now = self.generator.get_state()
+        self.generator.set_state(self.shuffle)
+        order = torch.randperm(size, generator=self.generator, device=self.generator.device)
+        if self.within:
+            self.generator.set_state(now)
+        return order[: size // self.batch * self.batch]
 
     def result(self) -> Arrays:
         """The metrics at the end, and two of them along the way; NaN where the run was lost."""
@@ -186,6 +207,7 @@ class _Run:
         x, y = self._part(self.held)
         draws, found, told = self._draws(self.settings["draws"]), [], []
         for degrees in self.settings["degrees"]:
+            self._tick()
             with self._own_draws():
                 found.append(
                     list(scores(predict(self.model, self.learner, turned(x, degrees), draws).probs, y).values())
@@ -212,9 +234,10 @@ class _Run:
 
     def _capture(self) -> Arrays:
         """All that the next epoch depends on."""
-        place = {"at_epoch": np.array(self.epoch), "lost": np.array(self.lost)}
-        trace = np.array(self.trace).reshape(-1, 3)
-        return self.learner.arrays() | place | {"trace": trace, "random": self.generator.get_state().numpy()}
+        place = {"at_epoch": self.epoch, "lost": self.lost, "done": self.done, "within": self.within}
+        random = {"random": self.generator.get_state().numpy(), "shuffle": self.shuffle.numpy()}
+        kept = {name: np.array(value) for name, value in place.items()} | random
+        return self.learner.arrays() | kept | {"trace": np.array(self.trace).reshape(-1, 3)}
 
     def _part(self, name: str) -> tuple[Tensor, Tensor]:
         return self.data.part(name, int(self.settings["num_images"][name]))
@@ -223,7 +246,6 @@ class _Run:
         """A learner of as many examples as the part has."""
         device, settings = self.settings["device"], self.settings
         one = torch.ones(1, device=device)
-        steps = sum(epochs * (settings["num_images"][name] // self.batch) for name, epochs in self.stages)
         task = Task(
             self.model,
             self._starts,
@@ -231,7 +253,7 @@ class _Run:
             one,
             np.exp(2 * settings["neg_log_sigma"]) * one,
             self.batch,
-            steps,
+            self.steps,
             settings,
             self.generator,
             categorical,
