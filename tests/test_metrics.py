@@ -1,4 +1,4 @@
-"""Metrics against scikit-learn, against their definitions in slow loops, and on draws whose answer is known."""
+"""Metrics against scikit-learn and torchmetrics, against their definitions in slow loops, and on draws whose answer is known."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sklearn.metrics
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torchmetrics.functional.classification import binary_auroc, multiclass_calibration_error
 
 from slangvi import metrics
 
@@ -65,6 +66,14 @@ def test_brier_is_the_squared_distance_to_the_truth(case):
 def test_ece_is_that_of_a_slow_loop(case, bins):
     probs, labels = case
     assert metrics.ece(probs, labels, bins) == pytest.approx(slow_ece(probs, labels, bins), rel=1e-9, abs=1e-12)
+
+
+@given(case=cases, bins=st.integers(2, 20))
+def test_ece_is_that_of_torchmetrics(case, bins):
+    """Which works in float32, and would count a confidence at the edge of two bins with the upper one."""
+    probs, labels = case
+    theirs = multiclass_calibration_error(probs, labels, num_classes=probs.shape[1], n_bins=bins, norm="l1")
+    assert metrics.ece(probs, labels, bins) == pytest.approx(float(theirs), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +204,12 @@ def truth_of(inside: torch.Tensor, outside: torch.Tensor) -> tuple[np.ndarray, n
 def test_auroc_is_that_of_scikit_learn(inside, outside):
     truth, score = truth_of(inside, outside)
     assert metrics.auroc(inside, outside) == pytest.approx(sklearn.metrics.roc_auc_score(truth, score), abs=1e-12)
+
+
+@given(inside=scores, outside=scores)
+def test_auroc_is_that_of_torchmetrics(inside, outside):
+    truth, score = map(torch.from_numpy, truth_of(inside / 6, outside / 6))
+    assert metrics.auroc(inside, outside) == pytest.approx(float(binary_auroc(score, truth.long())), abs=1e-6)
 
 
 @given(inside=scores, outside=scores, level=st.sampled_from([0.5, 0.8, 0.95, 1.0]))
