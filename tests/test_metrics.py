@@ -1,4 +1,4 @@
-"""Metrics against scikit-learn and torchmetrics, against their definitions in slow loops, and on draws whose answer is known."""
+"""Metrics against scikit-learn, torchmetrics and their definitions in slow loops, and on draws of known answer."""
 
 from __future__ import annotations
 

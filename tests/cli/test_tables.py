@@ -140,6 +140,7 @@ def test_no_cell_that_is_copied_is_a_formula(place, tmp_path):
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/houses"], 2, "Use --force to replace it"),
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--hidden", "a"], 2, "should be widths"),
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--hidden", "4,-4"], 2, "should be widths"),
+        (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--hidden", "4," * 200 + "4"], 2, "4,…'"),
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--max-mb", "0.0001"], 1, "Raise --max-mb"),
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--max-mb", "inf"], 2, "not a finite number"),
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--prior-precision", "nan"], 2, "not a finite"),

@@ -57,6 +57,15 @@ def test_large_draws_do_not_depend_on_the_number_of_threads(size, much, threads)
     assert torch.equal(found[0], found[2])
 
 
+def test_subclasses_are_filled_by_the_thread_that_asks(much, threads, monkeypatch):
+    """Torch's tensors without values, for one, cannot be filled by several at a time."""
+    torch.set_num_threads(4)
+    expected = standard_normal((9,), LIKE, source())
+    monkeypatch.setattr(noise, "ThreadPoolExecutor", lambda **options: pytest.fail("threads"))
+    drawn = fill_normal(torch.nn.Parameter(torch.zeros(9, dtype=torch.float64), requires_grad=False), source())
+    assert torch.equal(drawn, expected)
+
+
 def test_large_draws_follow_the_source_and_move_it_on(much, global_rng_untouched):
     first = source()
     before = first.get_state()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import slangvi
 from cases import build
 from slangvi.errors import UnsupportedModuleError
+from slangvi.linalg.noise import MUCH
 from slangvi.memory.plan import PARTS, MemoryPlan
 
 X, Y = torch.randn(6, 5), torch.zeros(6)
@@ -89,6 +90,17 @@ def test_model_batch_and_random_state_stay_as_they_were():
     assert all(p.grad is None and p._backward_hooks for p in model.parameters())  # those of `opt`
     assert torch.equal(X, before_batch)
     assert opt.posterior.mean.shape == (18,)
+
+
+def test_weights_whose_noise_several_threads_would_draw_are_planned():
+    model = nn.Linear(600, 600)
+    assert model.weight.numel() > MUCH
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert slangvi.estimate_memory(model, torch.empty(4, 600)).num_params == 360_600
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_nothing_of_size_is_allocated():

@@ -86,8 +86,9 @@ def _hidden(text: str) -> tuple[int, ...]:
         widths = (-1,)
     if widths == (0,):
         return ()
-    if min(widths) < 1 or max(widths) > 10_000:
-        raise click.BadParameter(f"{text!r} should be widths such as 50 or 64,32, or 0.", param_hint="--hidden")
+    if min(widths) < 1 or max(widths) > 10_000 or len(widths) > 100:
+        told = repr(text if len(text) <= 40 else f"{text[:40]}…")
+        raise click.BadParameter(f"{told} should be widths such as 50 or 64,32, or 0.", param_hint="--hidden")
     return widths
 
 

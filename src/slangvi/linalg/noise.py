@@ -44,6 +44,11 @@ def fill_normal(noise: Tensor, generator: torch.Generator | None) -> Tensor:
         with torch.inference_mode(inference):  # a thread does not inherit it
             piece.normal_(generator=torch.Generator("cpu").manual_seed(seed))
 
-    with ThreadPoolExecutor(max_workers=min(PIECES, max(1, torch.get_num_threads()))) as threads:
+    # A subclass may run code of its own that only one thread may run at a time; torch's tensors without values do.
+    workers = min(PIECES, max(1, torch.get_num_threads())) if type(noise) is Tensor else 1
+    if workers == 1:
+        list(map(fill, pieces, seeds))
+        return noise
+    with ThreadPoolExecutor(max_workers=workers) as threads:
         list(threads.map(fill, pieces, seeds))
     return noise

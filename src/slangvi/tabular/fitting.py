@@ -16,6 +16,7 @@ from slangvi.tabular.model import Classes, Model, Network, Numbers
 from slangvi.tabular.reading import Table
 from slangvi.tabular.schema import Schema, infer
 from slangvi.tabular.scores import score
+from slangvi.tabular.size import check_size
 from slangvi.tabular.target import Target, find_target, held_out
 
 __all__ = ["Settings", "fit"]
@@ -68,7 +69,7 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
             out because they have no target.
 
     Raises:
-        DataError: the table has nothing to learn from.
+        DataError: the table has nothing to learn from, or the network does not fit into memory.
     """
     unknown = [name for name in settings.exclude if name not in table.columns]
     if unknown:
@@ -84,6 +85,7 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
     last = infer(inputs) if settings.refit else first
     if found is not None:
         found(target, last, len(rows), whole - len(rows))
+    check_size([last.features, *settings.hidden, target.outputs], settings.rank, settings.device)
     model = _fitted(part, first, y[train], target, settings, progress, "four fifths")
     record = _judged(model, rows.take(held.tolist()), y[held], y[train])
     if settings.refit:
