@@ -12,7 +12,7 @@ from slangvi.experiments._results import Row, write_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "which-method.md"
-NAMES = ("divergences", "likelihoods", "curves", "networks", "costs")
+NAMES = ("divergences", "likelihoods", "curves", "networks", "images", "costs")
 
 
 def result(folder, name, *rows, quick=False):
@@ -37,6 +37,26 @@ def test_results_appear_when_they_are_there_and_quick_runs_do_not(tmp_path):
     assert "| Boston | -2.581 ± 0.051 |" in found["networks"]
     assert "| Boston | 3.211 ± 0.190 |" in found["networks"]
     assert "Not run yet" in found["curves"]
+
+
+def test_images_come_from_two_experiments_and_seeds_are_averaged(tmp_path):
+    def written(name, header, *lines):
+        (tmp_path / f"{name}.csv").write_text("\n".join([header, *lines, ""]))
+        (tmp_path / f"{name.partition('-')[0]}.json").write_text(json.dumps({"settings": {"quick": False}}))
+
+    metrics = "test_error_percent,test_nll,ece,brier"
+    written(
+        *("mnist", f"method,{metrics},epochs,seed", "slang_8_cold,1.5,0.05,0.006,0.02,100,0"),
+        *("slang_8_cold,1.7,0.06,0.008,0.02,100,1", "slang_8,9.9,0.9,0.9,0.9,400,0", "map,1.6,0.061,0.009,0.02,100,0"),
+    )
+    assert "| MNIST, 400-400 | 1.60 | 1.60 |\n" in choosing.tables(tmp_path, tmp_path)["images"]
+    key = "data,network,method,seed"
+    written("images", f"{key},{metrics},epochs", "fashion_mnist,lenet,ivon,0,9.07,0.2529,0.0094,0.13,20")
+    strange = "strangers,entropy_auroc,entropy_fpr95,information_auroc,information_fpr95"
+    written("images-strangers", f"{key},{strange}", "fashion_mnist,lenet,ivon,0,letters,0.81234,0.7,0.9,0.2")
+    text = choosing.tables(tmp_path, tmp_path)["images"]
+    assert "| MNIST, 400-400 | 0.0550 | 0.0610 |  |\n| Fashion-MNIST, LeNet-5 |  |  | 0.2529 |\n" in text
+    assert "| Fashion-MNIST, LeNet-5: letters |  |  | 0.812 |\n" in text
 
 
 def test_costs_put_machines_side_by_side(tmp_path):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slangvi.experiments import _pages
-from slangvi.experiments._results import Row, read_about, read_rows
+from slangvi.experiments import _images_pages, _mnist_tables, _pages
+from slangvi.experiments._image_scores import METRICS
+from slangvi.experiments._results import Row, read_about, read_rows, read_table
 
 __all__ = ["fill", "tables"]
 
+STRANGE = "AUROC of strangers, by predictive entropy"
 MARK = "<!-- {} written by slangvi reproduce report -->"
 # Methods of the table of posteriors, in the order of what they hold.
 GAUSSIANS = ("mf_ef", "mf_exact", "online_eig_1", "slang_1", "online_eig_5", "slang_5", "slang_10", "full_ef")
@@ -42,6 +45,7 @@ def tables(results: Path, benchmarks: Path) -> dict[str, str]:
         "likelihoods": _posteriors(results, "test_nll_nats"),
         "curves": _curves(results),
         "networks": _networks(results),
+        "images": _images(results),
         "costs": _costs(benchmarks),
     }
 
@@ -65,9 +69,12 @@ def fill(page: Path, found: Mapping[str, str]) -> None:
 
 def _rows(results: Path, *names: str) -> list[Row]:
     """Rows of experiments that were run in full."""
-    there = [name for name in names if (results / f"{name}.json").is_file()]
-    full = [name for name in there if not read_about(results / f"{name}.json")["settings"]["quick"]]
-    return [row for name in full for row in read_rows(results / f"{name}.csv")]
+    return [row for name in names if _is_full(results, name) for row in read_rows(results / f"{name}.csv")]
+
+
+def _is_full(results: Path, name: str) -> bool:
+    path = results / f"{name}.json"
+    return path.is_file() and not read_about(path)["settings"]["quick"]
 
 
 def _posteriors(results: Path, metric: str) -> str:
@@ -91,6 +98,49 @@ def _networks(results: Path) -> str:
             parts.append(f"{_pages.METRICS[metric]} on test data:\n")
         parts.append(_grid(rows, tuple(dict.fromkeys(row.method for row in rows)), "uci"))
     return "\n".join(dict.fromkeys(parts))  # without results both say the same
+
+
+def _images(results: Path) -> str:
+    """Classes of images, a line for each network: errors, NLL and calibration; then strangers by entropy."""
+    lines = _classified(results)
+    if not lines:
+        return "Not run yet: `slangvi reproduce images`.\n"
+    places = dict.fromkeys(place for _, place, *_ in lines)
+    methods = sorted(dict.fromkeys(method for *_, method, _ in lines), key=list(_images_pages.COLORS).index)
+    parts = []
+    for metric, unit in zip((*METRICS[:3], STRANGE), (0.01, 1e-4, 1e-4, 1e-3), strict=True):
+        found: dict[tuple[str, str], list[float]] = {}
+        for name, place, method, value in lines:
+            if name == metric:
+                found.setdefault((place, method), []).append(value)
+        shown = [place for place in places if any(place == key for key, _ in found)]
+        means = {key: _pages.number(statistics.fmean(values), None, unit) for key, values in found.items()}
+        cells = [[place, *(means.get((place, method), "") for method in methods)] for place in shown]
+        header = ["data", *(f"`{method}`" for method in methods)]
+        parts += [f"{_pages.METRICS.get(metric, metric)}:\n", _pages.markdown(header, cells)]
+    return "\n".join(parts)
+
+
+def _classified(results: Path) -> list[tuple[str, str, str, float]]:
+    """Metric, network, method and value, from the tables of two experiments; on MNIST, rank 8 by our recipe."""
+    found = []
+    if _is_full(results, "mnist"):
+        names = {"slang_8_cold": "slang_8"} | dict.fromkeys(("map", "bbb", "ensemble_5"))
+        for line in read_table(results / "mnist.csv", _mnist_tables.COLUMNS):
+            if line["method"] in names:
+                method = names[line["method"]] or line["method"]
+                found += [(name, "MNIST, 400-400", method, float(line[name])) for name in METRICS[:3]]
+    if _is_full(results, "images"):
+        for line in read_table(results / "images.csv", _images_pages.COLUMNS):
+            found += [(name, _place(line), line["method"], float(line[name])) for name in METRICS[:3]]
+        for line in read_table(results / "images-strangers.csv", _images_pages.STRANGER_COLUMNS):
+            place = f"{_place(line)}: {_images_pages.SETS[line['strangers']]}"
+            found.append((STRANGE, place, line["method"], float(line["entropy_auroc"])))
+    return found
+
+
+def _place(line: Mapping[str, str]) -> str:
+    return f"{_images_pages.SETS[line['data']]}, {_images_pages.NETWORKS[line['network']]}"
 
 
 def _grid(rows: Sequence[Row], methods: Iterable[str], name: str) -> str:
