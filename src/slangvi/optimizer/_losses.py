@@ -60,7 +60,7 @@ def expected_log_likelihood(losses: list[Any], num_rows: int, settings: Settings
 
     Args:
         losses: of the closure, one for each draw.
-        num_rows: R, examples at draws.
+        num_rows: examples at draws that the losses are of.
         settings: say what the losses were divided by.
     """
     mean = float(sum(losses)) / len(losses) * settings.accumulation_steps
