@@ -307,3 +307,10 @@ def test_a_model_called_inside_torch_func_is_refused():
         case.losses(torch.func.vmap(case.model)(*case.args)).sum().backward()
     with pytest.raises(UnsupportedModuleError, match=r"call it as model\(x\), not inside torch\.func\.vmap"):
         capture.collect(dict(case.model.named_parameters()))
+
+
+def test_a_hook_that_changes_the_models_input_is_among_the_causes_named():
+    case = build("mlp")
+    case.model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    with pytest.raises(UnsupportedModuleError, match="a forward pre-hook that changes the input"):
+        captured(case)

@@ -158,8 +158,9 @@ class Assembler:
                 f"the gradient of parameter(s) {listed(left)} does not come from the calls of the model alone, so it "
                 "cannot be told apart by example. Usual causes: a penalty on the weights in the loss (the prior is "
                 "prior_precision), a gradient penalty, a parameter used in the loss only (move it into forward), "
-                "backward(inputs=...), a module whose buffers change in forward, activation checkpointing in a "
-                "functional_call, another optimizer's step between backward and this one's (call this one's first). "
+                "backward(inputs=...), a module whose buffers change in forward, a forward pre-hook that changes the "
+                "input, activation checkpointing in a functional_call, another optimizer's step between backward and "
+                "this one's (call this one's first). "
                 "Remove it, or pass verify=False to go on with what was captured."
             )
         return better
