@@ -115,11 +115,12 @@ def per_parameter(
     """
     low = 0.0 if positive else -math.inf
     if isinstance(value, Mapping):
-        result = spec.expand(_from_patterns(name, value, spec, known or spec, low), torch.empty(0, dtype=torch.float64))
+        wide = torch.empty(0, dtype=torch.float64, device="cpu")
+        result = spec.expand(_from_patterns(name, value, spec, known or spec, low), wide)
     elif isinstance(value, Tensor) and value.numel() != 1:
         result = _from_tensor(name, value, spec, positive)
     else:
-        result = torch.full((spec.num_params,), number(name, value, low), dtype=torch.float64)
+        result = torch.full((spec.num_params,), number(name, value, low), dtype=torch.float64, device="cpu")
     converted = result.to(like, copy=True)
     lost = ~torch.isfinite(converted) | (positive & (converted <= 0))
     if bool(lost.any()):

@@ -277,3 +277,40 @@ def test_copies_of_data_do_not_pile_up_without_steps():
         with pytest.raises(RuntimeError, match="mine"):
             failing()
     assert not capture._snapshots
+
+
+class Energy(nn.Module):
+    """A layer that is also called inside torch.func, where no hook can look at its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        force = torch.func.vmap(torch.func.grad(lambda z: torch.tanh(self.inner(z)).sum()))(x)
+        return self.head(torch.tanh(self.inner(x))) + force
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("engine", ["factored", "dense"])
+def test_layers_called_inside_torch_func_are_served_by_the_whole_model(engine, verify):
+    torch.manual_seed(0)
+    case = Case(Energy(), (torch.randn(5, 4),), squares).double()
+    truth = loop_gradients(case)
+    torch.testing.assert_close(rows_of(captured(case, engine, verify=verify)), truth, rtol=1e-10, atol=1e-10)
+
+
+def test_a_model_called_inside_torch_func_is_refused():
+    case = build("mlp")
+    capture = GradientCapture(case.model, ParamSpec.of_module(case.model), torch.float64)
+    with capture.recording():
+        case.losses(torch.func.vmap(case.model)(*case.args)).sum().backward()
+    with pytest.raises(UnsupportedModuleError, match=r"call it as model\(x\), not inside torch\.func\.vmap"):
+        capture.collect(dict(case.model.named_parameters()))
+
+
+def test_a_hook_that_changes_the_models_input_is_among_the_causes_named():
+    case = build("mlp")
+    case.model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    with pytest.raises(UnsupportedModuleError, match="a forward pre-hook that changes the input"):
+        captured(case)

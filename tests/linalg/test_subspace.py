@@ -168,3 +168,10 @@ def test_dependent_columns_are_told_by_their_tilt(rank):
     found, small, flaws = pursued(K.__matmul__, starting_block(30, 3, 0, DOUBLE, CPU, 0), 2)
     assert bool(found.isfinite().all() & small.isfinite().all() & flaws.isfinite().all())
     assert float(flaws[1]) > 1e-3
+
+
+def test_the_starting_block_does_not_depend_on_the_default_device():
+    sizes = (23, 3, 2, torch.float64, CPU)
+    with torch.device("meta"):
+        block = starting_block.__wrapped__(*sizes)
+    assert torch.equal(block, starting_block(*sizes))

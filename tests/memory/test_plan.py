@@ -147,6 +147,14 @@ def test_batches_of_every_form_are_planned_alike():
     assert len({plan.peak - plan.data for plan in plans}) == 1
 
 
+@pytest.mark.parametrize("interface", ["optimizer", "functional"])
+def test_outputs_that_have_the_batch_elsewhere_are_left_out_of_the_loss_that_stands_in(interface):
+    lstm, x = nn.LSTM(5, 3, batch_first=True), torch.randn(6, 4, 5)  # its last state is (1, 6, 3)
+    plan = slangvi.estimate_memory(lstm, x, interface=interface)
+    own = slangvi.estimate_memory(lstm, (x, None), interface=interface, loss=lambda out, _: -out[0].log_softmax(-1))
+    assert (plan.activations, plan.later_peak) == (own.activations, own.later_peak)
+
+
 def test_a_loss_of_ones_own_is_planned_with():
     seen = []
 
@@ -187,6 +195,7 @@ class Outside(nn.Module):
         (nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)), X, UnsupportedModuleError, "eval mode"),
         (lambda x: x, X, TypeError, "model must be a torch.nn.Module, got function"),
         (nn.Tanh(), X, ValueError, "nothing to infer"),
+        (nn.Sequential(nn.Linear(5, 3), nn.Flatten(0)), X, RuntimeError, r"batch \(here 6\) as first dimension.*loss="),
     ],
 )
 def test_errors_say_what_to_do(model, batch, error, match):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from optimizing import assert_identical, assert_same, make, model_and_data, train
+from optimizing import N, assert_identical, assert_same, backward, make, model_and_data, train
 
 
 @pytest.mark.parametrize("parts", [(4, 4, 4), (7, 5), (1, 11)])
@@ -104,6 +105,18 @@ def test_a_data_buffer_refilled_between_micro_batches_does_no_harm(blocks, by):
                         F.cross_entropy(opt.model(prepare(a)), b).backward()
             opt.step()
     assert_identical(plain, reusing)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_fit_told_is_that_of_the_closure_whatever_was_collected_before(reduction):
+    model, x, y = model_and_data()
+    opt = make(model, loss_reduction=reduction)
+    with opt.sampled_params(train=True):
+        F.cross_entropy(model(x[:8]), y[:8], reduction=reduction).backward()
+    loss = opt.step(lambda: backward(F.cross_entropy(model(x[8:]), y[8:], reduction=reduction)))
+    each = float(loss) / (4 if reduction == "sum" else 1)
+    assert opt.info.num_rows == 12
+    assert math.isclose(opt.info.expected_log_likelihood, -N * each, rel_tol=1e-12)
 
 
 def test_draws_on_one_batch_share_its_copy():

@@ -175,3 +175,20 @@ def test_two_optimizers_on_one_model_do_not_disturb_each_other(make):
     assert body._state.step == 0
     del body
     assert_identical(train(head, x, y), train(alone, x, y))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_default_device_elsewhere_changes_nothing(tmp_path, name):
+    """Meta stands for a GPU here: numbers that landed on it would be lost."""
+    kind, options = CLASSES[name]
+    options = {"num_data": N, "prior_precision": {"*.bias": 0.5, "*": 2.0}} | options
+    (first, x, y), (second, _, _) = model_and_data(), model_and_data()
+    plain, moved = (kind(m, generator=torch.Generator().manual_seed(1), **options) for m in (first, second))
+    train(plain, x, y)
+    with torch.device("meta"):
+        train(moved, x, y)
+        moved.posterior.sample(generator=torch.Generator())
+        slangvi.save(tmp_path / "run.safetensors", moved)
+        kind(second, **options).step(lambda: backward(F.cross_entropy(second(x), y)).item())
+        slangvi.load(tmp_path / "run.safetensors", moved)
+    assert_identical(plain, moved)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optimizing import assert_identical, assert_same, flat, make, model_and_data
+from optimizing import CLASSES, N, assert_identical, assert_same, flat, make, model_and_data, train
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -124,3 +124,15 @@ def test_grad_scaler_skips_a_step_that_overflowed():
     scaler.update()
     assert torch.equal(flat(model), before)
     assert scaler.get_scale() < 1024.0
+
+
+@pytest.mark.parametrize("name", ["SLANG", "VOGN", "OnlineEig", "FullGaussian"])
+def test_a_model_made_float64_later_is_checked_as_closely_as_its_float32_state_allows(name):
+    kind, options = CLASSES[name]
+    for seed in range(5):
+        model, x, y = model_and_data(seed, torch.float32)
+        opt = kind(model, num_data=N, generator=torch.Generator().manual_seed(seed), **options)
+        model.double()
+        train(opt, x.double(), y)
+        assert opt.posterior.loc.dtype is torch.float32
+        assert not any(opt._capture.assembler._plans.values())  # nothing was taken for wrong

@@ -168,7 +168,7 @@ def _tensor(path: Path, name: str, mapped: Tensor, header: Mapping[str, Any]) ->
     value = mapped.clone()
     if hashlib.sha256(_bytes(value)).hexdigest() != entry["sha256"]:
         raise DamagedError(f"{path} is damaged: tensor {name!r} does not have the checksum it was written with.")
-    return torch.empty_strided(value.shape, entry["stride"], dtype=value.dtype).copy_(value)
+    return torch.empty_strided(value.shape, entry["stride"], dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _what_it_is(path: Path) -> str:

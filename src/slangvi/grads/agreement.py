@@ -13,9 +13,14 @@ from slangvi.grads.replay import call_tolerance
 __all__ = ["disagreeing", "pass_tolerance"]
 
 
-def pass_tolerance(backward: Backward) -> float:
-    """Relative error that rounding alone explains, by the coarsest precision that took part in the pass."""
-    dtypes = {grad.dtype for grads in backward.cotangents.values() for grad in grads.values()}
+def pass_tolerance(backward: Backward, dtype: torch.dtype) -> float:
+    """Relative error that rounding alone explains, by the coarsest precision that took part in the pass.
+
+    Args:
+        backward: the pass.
+        dtype: dtype of the rows.
+    """
+    dtypes = {dtype} | {grad.dtype for grads in backward.cotangents.values() for grad in grads.values()}
     dtypes |= {total.dtype for total in backward.totals.values()}
     return max((call_tolerance(call, dtypes) for call in backward.cotangents), default=1e-7)
 

@@ -75,6 +75,7 @@ class Assembler:
         self._ways = Ways(spec, dtype, memory_limit, settle)
         self._plans: dict[Signature, frozenset[str]] = {}
         self._seen: dict[Signature, Uses] = {}
+        self._hidden: set[str] = set()  # parameters of calls that could not be recorded
         self.rules_sufficed = False  # whether the last pass needed nothing but rules
         self.rules_failed = False  # whether some pass needed more, since somebody looked and took this back
         self.check_next = False  # ask for a check of the next pass out of turn
@@ -96,6 +97,11 @@ class Assembler:
         if due:
             blocks |= self._reconciled(blocks, backward, values, count)
         return RowGroup(count, blocks, {name: total.to(self.dtype) for name, total in backward.totals.items()})
+
+    def leave_to_the_model(self, name: str, module: nn.Module) -> None:
+        """Serve a module's own parameters by the whole model from now on: calls of it cannot be recorded."""
+        owned = (self.spec.canonical.get(f"{name}.{local}" if name else local) for local in module._parameters)
+        self._hidden.update(found for found in owned if found is not None)
 
     def unchecked(self, uses: Uses) -> bool:
         """Count a pass that is recorded elsewhere, unless a check is due and it has to be recorded here.
@@ -128,7 +134,7 @@ class Assembler:
         """Parameters to be served by the whole model: all for the dense engine, else what the checks found."""
         if self.engine == "dense":
             return frozenset(self.spec.names)
-        known = self._plans.get(signature, frozenset())
+        known = self._plans.get(signature, frozenset()) | self._hidden
         if due:
             known |= self._distrusted(backward, values, count, known)
             self._plans[signature] = known
@@ -152,9 +158,10 @@ class Assembler:
                 f"the gradient of parameter(s) {listed(left)} does not come from the calls of the model alone, so it "
                 "cannot be told apart by example. Usual causes: a penalty on the weights in the loss (the prior is "
                 "prior_precision), a gradient penalty, a parameter used in the loss only (move it into forward), "
-                "backward(inputs=...), a module whose buffers change in forward, another optimizer's step between "
-                "backward and this one's (call this one's first). Remove it, or pass verify=False to go on with what "
-                "was captured."
+                "backward(inputs=...), a module whose buffers change in forward, a forward pre-hook that changes the "
+                "input, activation checkpointing in a functional_call, another optimizer's step between backward and "
+                "this one's (call this one's first). "
+                "Remove it, or pass verify=False to go on with what was captured."
             )
         return better
 
@@ -163,7 +170,7 @@ class Assembler:
         expected = {name: totals[name] for name in blocks}
         sums = {name: block.sum() for name, block in blocks.items()}
         sizes = {name: (block.num_rows * block.square_sum().double().sum()).sqrt() for name, block in blocks.items()}
-        return disagreeing(sums, expected, pass_tolerance(backward), sizes)
+        return disagreeing(sums, expected, pass_tolerance(backward, self.dtype), sizes)
 
     def _blocks(self, backward: Backward, values: Params, count: int, distrusted: frozenset[str]) -> dict[str, Block]:
         wanted = [name for name in backward.totals if name in self.spec.slices]
@@ -201,7 +208,7 @@ class Assembler:
         picked = torch.zeros(count, len(examples), dtype=self.dtype, device=next(iter(values.values())).device)
         picked[examples, range(len(examples))] = 1.0
         rows = {name: block.t_mm(picked) for name, block in blocks.items()}
-        return frozenset(disagreeing(rows, truth_rows, pass_tolerance(backward)))
+        return frozenset(disagreeing(rows, truth_rows, pass_tolerance(backward, self.dtype)))
 
 
 def _unverified(reason: str) -> frozenset[str]:

@@ -157,7 +157,7 @@ class GradientCapture:
                 raise UnsupportedModuleError(
                     "gradients reached the parameters, but not through a recorded call of the model. Run forward and "
                     "backward inside the same block, on this model, without reentrant checkpointing "
-                    "(use_reentrant=False works)."
+                    "(use_reentrant=False works), and call it as model(x), not inside torch.func.vmap or grad."
                 )
         with _eager():
             return [b.replayed[0] if b.replayed else self._assembled(b, values, num_examples) for b in reached]
@@ -217,6 +217,10 @@ class GradientCapture:
         """
         mine, self.replayed_output = self.replayed_output, None
         if mine is not None and output is mine:
+            return output
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            # Inside torch.func tensors stand for others: there is no memory to be copied, and perhaps no batch.
+            self.assembler.leave_to_the_model(name, self.modules[name])
             return output
         if self._leaf_totals and not self._leaf_handles:
             self.listen_at_leaves(True)

@@ -117,12 +117,16 @@ class Replay:
             pairs = [(out, grad) for out, grad in zip(outputs, cotangents, strict=True) if out.requires_grad]
             if not pairs:
                 return {name: torch.zeros_like(value) for name, value in chosen.items()}
-            grads = torch.autograd.grad(
-                [out for out, _ in pairs],
-                list(chosen.values()),
-                [grad for _, grad in pairs],
-                retain_graph=True,
-                allow_unused=True,
+            # Activation checkpointing goes forward again meanwhile, and must meet the same values.
+            grads = self._with_values(
+                chosen,
+                lambda module: torch.autograd.grad(
+                    [out for out, _ in pairs],
+                    list(chosen.values()),
+                    [grad for _, grad in pairs],
+                    retain_graph=True,
+                    allow_unused=True,
+                ),
             )
             filled = (torch.zeros_like(v) if g is None else g for v, g in zip(chosen.values(), grads, strict=True))
             return dict(zip(chosen, filled, strict=True))
@@ -132,12 +136,17 @@ class Replay:
     def _outputs(self, chosen: Mapping[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
         """Output leaves that carry gradient, with modules' buffers kept out of reach of in-place updates."""
         args, kwargs = tree_unflatten(list(leaves), self.call.structure)
+        outputs = self._with_values(chosen, lambda module: module(*args, **kwargs))
+        flat = tree_flatten(outputs)[0]
+        return [flat[leaf] for leaf in self.cotangents]
+
+    def _with_values(self, chosen: Mapping[str, Tensor], run: Callable[[nn.Module], Any]) -> Any:
+        """What `run` makes of the module while it has other parameters and copies of its buffers."""
         values = {name: buffer.clone() for name, buffer in self._buffers.items()}
         values |= self.params | dict(chosen)
         with _attributes_restored(self.call.module):
-            outputs = torch.func.functional_call(self.call.module, values, args, kwargs)
-        flat = tree_flatten(outputs)[0]
-        return [flat[leaf] for leaf in self.cotangents]
+            named = {f"module.{name}": value for name, value in values.items()}
+            return torch.func.functional_call(_Lent(self.call.module), named, (run,))
 
     def _masked(self, example: int) -> list[Tensor]:
         masked = [torch.zeros_like(x) for x in self.cotangents.values()]
@@ -180,6 +189,17 @@ def _uses_tf32(module: nn.Module) -> bool:
     except RuntimeError:  # set through torch's newer names, which the old one then refuses to sum up
         convolutions = True
     return convolutions and any(isinstance(part, _ConvNd) for part in module.modules())
+
+
+class _Lent(nn.Module):
+    """A module in the hands of a function."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[nn.Module], Any]) -> Any:
+        return run(self.module)
 
 
 @contextmanager

@@ -135,7 +135,7 @@ class Ways:
 
     def probes(self, count: int) -> list[int]:
         """Two examples, picked from a source of its own."""
-        return torch.randperm(count, generator=self._probe_source)[:2].tolist()
+        return torch.randperm(count, generator=self._probe_source, device="cpu")[:2].tolist()
 
     def _owned(self, call: Call, wanted: Collection[str]) -> dict[str, str]:
         """Local → canonical names of the module's own parameters among the wanted."""

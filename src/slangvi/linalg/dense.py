@@ -108,7 +108,7 @@ def _one_by_one(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     flat = matrix.reshape(-1, *matrix.shape[-2:])
     factors = torch.empty_like(flat, memory_format=torch.contiguous_format).mT  # by columns, as the library wants it
-    failed = torch.empty(len(flat), dtype=torch.int32)
+    failed = torch.empty(len(flat), dtype=torch.int32, device=flat.device)
     for member, factor, failure in zip(flat, factors, failed, strict=True):
         torch.linalg.cholesky_ex(member, out=(factor.zero_(), failure))
     return factors.reshape(matrix.shape), failed.view(matrix.shape[:-2])

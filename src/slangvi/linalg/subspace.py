@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,9 +53,10 @@ def starting_block(
     The random numbers come from a source of their own, so that no random state is involved.
     """
     source = torch.Generator().manual_seed(0)
-    block = torch.randn(size, count + extra, dtype=torch.float64, generator=source) / size**0.5
+    here: dict[str, Any] = {"dtype": torch.float64, "device": source.device}
+    block = torch.randn(size, count + extra, generator=source, **here) / size**0.5
     block[:, :known] *= _CHANCE
-    block[:known, :known] += torch.eye(known, dtype=torch.float64)
+    block[:known, :known] += torch.eye(known, **here)
     basis: Tensor = torch.linalg.qr(block).Q
     return basis.to(device, dtype)
 

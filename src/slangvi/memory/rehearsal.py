@@ -130,19 +130,24 @@ def _losses_of(model: nn.Module, loss: Loss | None) -> Callable[[Params | None, 
         with _explained(model):
             own = params is None
             output = model(*args, **kwargs) if own else functional_call(model, dict(params or {}), args, kwargs)
-            values = _stand_ins(output) if loss is None else [loss(output, target)]
-            torch.clear_autocast_cache()  # as at the end of a loop's own autocast block
             count = _num_examples(x)
+            values = _stand_ins(output, count) if loss is None else [loss(output, target)]
+            torch.clear_autocast_cache()  # as at the end of a loop's own autocast block
             return torch.stack([v.flatten(1).sum(1) if v.ndim > 1 else v.expand(count) for v in values]).sum(0)
 
     return losses
 
 
-def _stand_ins(output: Any) -> list[Tensor]:
-    """What a cross-entropy over the last dimension would take, for every output."""
+def _stand_ins(output: Any, count: int) -> list[Tensor]:
+    """What a cross-entropy over the last dimension would take, for every output of the batch or of one number."""
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    # The last hidden state of a recurrent layer has the batch second: no loss of each example is made of it here.
+    leaves = [x for x in leaves if x.ndim == 0 or x.shape[0] == count]
     if not leaves:
-        raise ValueError(f"no tensor was found in the output ({type(output).__name__}). Give loss=.")
+        raise ValueError(
+            f"no tensor with the batch (here {count}) as first dimension was found in the output "
+            f"({type(output).__name__}). Give loss=."
+        )
     return [F.log_softmax(x, -1).neg() if x.ndim > 1 else x for x in leaves]
 
 

@@ -424,4 +424,4 @@ def _root(gram: Array) -> tuple[Array, Array]:
 
 
 def _pinned(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.float64, pin_memory=True)
+    return torch.zeros(size, dtype=torch.float64, device="cpu", pin_memory=True)

@@ -149,7 +149,7 @@ def told(
         except Exception:
             info.__dict__["_fill"] = fill_info  # there is nothing to be told, however often it is asked for
             raise
-        numbers = torch.tensor((done.total, done.residual, done.clipped), dtype=like.dtype)
+        numbers = torch.tensor((done.total, done.residual, done.clipped), dtype=like.dtype, device="cpu")
         leading = done.ritz.to(like.dtype) if done.ritz.ndim == 2 else padded_spectrum(done.ritz, after.prec_factor)
         total, residual, clipped = numbers.unbind()
         info.__dict__.update(leading=leading, total=total, residual=residual, clipped=clipped)

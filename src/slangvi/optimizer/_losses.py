@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slangvi._settings import Settings
 from slangvi.errors import NumericalError
@@ -43,7 +44,8 @@ def require_finite_loss(loss: Any, step: int) -> None:
         loss: what the closure returned.
         step: number of the step, for the message.
     """
-    if not bool(torch.isfinite(torch.as_tensor(loss)).all()):
+    seen = loss if isinstance(loss, Tensor) else torch.as_tensor(loss, device="cpu")
+    if not bool(torch.isfinite(seen).all()):
         raise NumericalError(
             f"step {step}: the loss is {float(loss)}. The state is unchanged. Look for NaN or Inf in the inputs and "
             "targets, lower lr, or skip this batch."
@@ -60,7 +62,7 @@ def expected_log_likelihood(losses: list[Any], num_rows: int, settings: Settings
 
     Args:
         losses: of the closure, one for each draw.
-        num_rows: R, examples at draws.
+        num_rows: examples at draws that the losses are of.
         settings: say what the losses were divided by.
     """
     mean = float(sum(losses)) / len(losses) * settings.accumulation_steps

@@ -55,12 +55,13 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
         if self._sampling:
             raise RuntimeError("step() was called inside sampled_params. Leave the block first.")
         try:
+            earlier = len(self._rows)
             losses = self._run(closure) if closure is not None else []
             rows, self._rows = self._rows, []
             self._capture.forget_inputs()
             scale, skip = amplification(self.__dict__)
             if not skip:
-                self._take([row.scaled(1.0 / scale) for row in rows], losses)
+                self._take([row.scaled(1.0 / scale) for row in rows], losses, earlier)
         except BaseException as error:
             # GradScaler takes these away only after a step that went well.
             self.__dict__.pop("grad_scale", None)
@@ -107,8 +108,14 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
             raise
         return seen
 
-    def _take(self, rows: list[RowGroup], losses: list[Any]) -> None:
-        """The step itself: state and weights change together, at the end."""
+    def _take(self, rows: list[RowGroup], losses: list[Any], earlier: int) -> None:
+        """The step itself: state and weights change together, at the end.
+
+        Args:
+            rows: one group for each backward pass.
+            losses: of the closure.
+            earlier: how many groups are of passes before the closure, whose losses are not known.
+        """
         if not rows:
             raise RuntimeError(
                 "step() found no gradients. Run loss.backward() inside `with opt.sampled_params(train=True):`, call "
@@ -121,7 +128,7 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
             state, info = self._advance_rows(rows)
             self._examine(state)
         if losses:
-            fit = expected_log_likelihood(losses, sum(group.num_rows for group in rows), self.settings)
+            fit = expected_log_likelihood(losses, sum(group.num_rows for group in rows[earlier:]), self.settings)
             info = replace(info, expected_log_likelihood=fit)  # type: ignore[type-var]
         self._bad.in_a_row = 0
         if self.num_skipped:
