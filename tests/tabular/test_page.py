@@ -70,6 +70,11 @@ def test_classes_have_a_confusion_and_regressions_have_intervals(text, tmp_path)
     assert seen.tags.count("img") == 5
 
 
+def test_words_in_tables_stay_words_on_a_phone(text):
+    """Cells may break anywhere, so without a least width a narrow window gives text a letter a line."""
+    assert "td:not(.n),th:not(.n){min-width:" in text
+
+
 def test_long_numbers_are_rounded_and_whole_ones_are_not(tmp_path):
     path = tmp_path / "long.csv"
     lines = [f"{k / 7},{20260000 + (k * k) % 31},{k / 3}" for k in range(30)]

@@ -35,6 +35,7 @@ h3{font-size:1rem;margin:0 0 4px}p{margin:4px 0 12px;max-width:75ch}.sub,.card p
 table{border-collapse:collapse;width:100%;font-size:.88rem}
 th,td{padding:6px 12px;text-align:left;border-bottom:1px solid #eceff3;max-width:22em;overflow-wrap:anywhere}
 th{background:#f0f3f6;font-weight:600}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td:not(.n),th:not(.n){min-width:9.5em}
 tr:last-child td{border-bottom:0}td.hit{background:#dcebf9;font-weight:600}td.miss{background:#fbe9e7}
 @media print{body{background:#fff}.card,.wide{break-inside:avoid}}
 """

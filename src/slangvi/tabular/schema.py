@@ -29,6 +29,7 @@ _IDS = 0.5
 _FEW = 10
 _COUNTS = "it only counts the rows"
 _DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}\b")
+_SIGNED = re.compile(r"[^\w]*\d[\d.,'’ \u00a0\u202f]*[^\w]*")
 # Squares of larger numbers would overflow.
 _LARGEST = 1e100
 
@@ -241,8 +242,11 @@ def _judged(name: str, cells: Sequence[str]) -> tuple[Column | None, str]:
 
 
 def _advice(cell: str) -> str:
-    """What to do with dates, of which the text itself says nothing: 2024-05-31, 31.05.24, 5/31/2024 10:00."""
-    return "; if these are dates, put year, month or age into columns of their own" if _DATE.match(cell) else ""
+    """What to do with dates and numbers that are told otherwise: 31.05.24, 5/31/2024 10:00; 1,5, 1 000, $5, 7 %."""
+    if _DATE.match(cell):
+        return "; if these are dates, put year, month or age into columns of their own"
+    like_a_number = len(cell) <= 40 and _SIGNED.fullmatch(cell)  # longer ones would take long to match
+    return "; if these are numbers, write them as 1234.5, without other signs" if like_a_number else ""
 
 
 def _numeric(name: str, cells: Sequence[str], known: Array, odd: int) -> tuple[Column | None, str]:
