@@ -164,7 +164,7 @@ def test_intervals_of_large_numbers_are_written_with_the_digits_that_tell_them_a
         (["predict", "{}/houses", "{}/houses.csv", "--out", "-", "--level", "1"], 2, "--level"),
         (["predict", "{}/houses", "{}/houses.csv", "--out", "-", "--keep", "id"], 1, "no column 'id' to keep"),
         (["predict", "{}/houses", "{}/twins.csv", "--out", "-", "--keep", "mean"], 1, "two columns named 'mean'"),
-        (["predict", "{}/houses", "{}/twins.csv", "--out", "-", "--keep", "=a", "--keep", "'=a"], 1, "named \"'=a\""),
+        (["predict", "{}/houses", "{}/twins.csv", "--out", "-", "--keep", "=a", "--keep", "'=a"], 1, 'named "\'=a"'),
         (["predict", "{}/houses", "{}/houses.csv", "--out", "{}/houses.csv/x"], 2, "is a file, so that"),
         (["report", "{}/houses", "--out", "{}/houses.csv/x"], 2, "is a file, so that"),
         (["predict", "{}", "{}/houses.csv", "--out", "-"], 1, "is no model: it has no model.json"),
