@@ -143,8 +143,8 @@ def held_out(target: Target, values: NDArray[Any], seed: int, share: float = 0.2
     held = np.sort(np.concatenate(parts))
     if not len(held):
         raise DataError(
-            f"the {target.outputs} classes of {target.name!r} have too few rows to hold any out. Give more rows or fewer "
-            "classes, or use --task regression if they are numbers."
+            f"the {target.outputs} classes of {target.name!r} have too few rows to hold any out. Give more rows or "
+            "fewer classes, or use --task regression if they are numbers."
         )
     return np.setdiff1d(np.arange(len(values)), held), held
 
