@@ -87,6 +87,17 @@ def test_long_numbers_are_rounded_and_whole_ones_are_not(tmp_path):
     assert f'<td class="n">{long["day"]}</td>' in text
 
 
+def test_predictions_have_the_digits_of_their_standard_deviation(tmp_path):
+    """Years, say: 2024 for every row would hide what was predicted."""
+    data = tmp_path / "years.csv"
+    data.write_text("\n".join(["a,y", *(f"{k % 7},{2024 + 0.01 * (k % 7)}" for k in range(40))]), encoding="utf-8")
+    model = fitted(data, "y")
+    row = model.record["most_uncertain"][0]
+    before = f'<td class="n">{row["line"]}</td><td class="n">{row["target"]}</td><td class="n">'
+    shown = page(model).partition(before)[2].partition("<")[0]
+    assert abs(float(shown) - row["mean"]) < 1e-2 * row["std"]
+
+
 def test_many_classes_are_told_by_their_commonest_confusions(tmp_path):
     path = tmp_path / "many.csv"
     path.write_text("x,y\n" + "".join(f"{k % 7},c{k % 21}\n" for k in range(105)), encoding="utf-8")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from slangvi.tabular.model import Classes, Model
 from slangvi.tabular.schema import number_of
 
-__all__ = ["columns", "safe"]
+__all__ = ["columns", "digits", "safe"]
 
 Array = NDArray[Any]
 
@@ -55,14 +55,14 @@ def columns(model: Model, inputs: Array, level: float) -> dict[str, list[str]]:
 def _told(values: Array, units: Array | None = None) -> list[str]:
     if units is None:
         return [f"{value:.6g}" for value in values.tolist()]
-    return [f"{value:.{_digits(value, unit)}g}" for value, unit in zip(values.tolist(), units.tolist(), strict=True)]
+    return [f"{value:.{digits(value, unit)}g}" for value, unit in zip(values.tolist(), units.tolist(), strict=True)]
 
 
-def _digits(value: float, unit: float) -> int:
+def digits(value: float, unit: float) -> int:
     """Six, or more where these would not reach four digits of the unit: 1700000012.34 ± 10.33.
 
     Example:
-        >>> _digits(123.4, 10.0), _digits(1700000012.34, 10.33), _digits(0.0, 1.0)
+        >>> digits(123.4, 10.0), digits(1700000012.34, 10.33), digits(0.0, 1.0)
         (6, 12, 6)
     """
     if value == 0 or unit <= 0 or not math.isfinite(value) or not math.isfinite(unit):

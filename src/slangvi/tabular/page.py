@@ -12,6 +12,7 @@ import numpy as np
 from slangvi.errors import DataError
 from slangvi.tabular.figures import figures
 from slangvi.tabular.model import Classes, Model, Numbers
+from slangvi.tabular.output import digits
 from slangvi.tabular.schema import number_of
 from slangvi.tabular.scores import LEVELS, coverages, readable
 
@@ -142,7 +143,9 @@ def _uncertain(model: Model) -> str:
     rows = []
     for row in shown:
         said = (
-            [readable(row["mean"]), readable(row["std"])] if regression else [row["class"], f"{row['probability']:.2f}"]
+            [_beside(row["mean"], row["std"]), readable(row["std"])]
+            if regression
+            else [row["class"], f"{row['probability']:.2f}"]
         )
         cells = [_rounded(row["cells"].get(name, "")) for name in names]
         rows.append([str(row["line"]), row["target"], *said, f"{row['epistemic_share']:.0%}", *cells])
@@ -154,6 +157,11 @@ def _uncertain(model: Model) -> str:
     numeric = [*(range(5) if regression else (0, 3, 4))]
     numeric += [k for k, name in enumerate(names, 5) if kinds[name] == "numeric"]
     return f"<h2>Most uncertain rows</h2><p>{about}</p>{_table(header, rows, numeric)}"
+
+
+def _beside(value: float, unit: float) -> str:
+    """Four digits, unless they would hide what a small standard deviation tells: 2024.3712 ± 0.2."""
+    return readable(value) if unit >= 1e-3 * abs(value) else f"{value:.{digits(value, unit)}g}"
 
 
 def _inputs(model: Model) -> str:
