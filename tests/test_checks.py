@@ -258,3 +258,9 @@ def test_devices_are_named():
     for wrong in ("", "no such", None, 1.5, b""):
         with pytest.raises(ValueError, match="device must be a device such as 'cpu' or 'cuda:0', got"):
             _checks.device("device", wrong)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"device is 'cuda', but torch sees no GPU\. Use 'cpu'"):
+        _checks.device("device", "cuda")

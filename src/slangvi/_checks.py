@@ -73,16 +73,19 @@ def flag(name: str, value: Any) -> bool:
 
 
 def device(name: str, value: Any) -> torch.device:
-    """A device of torch, or the name of one.
+    """A device of torch that is there, or the name of one.
 
     Example:
         >>> device("device", "cpu:0")
         device(type='cpu', index=0)
     """
     try:
-        return torch.device(value)
+        found = torch.device(value)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{name} must be a device such as 'cpu' or 'cuda:0', got {value!r}.") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{name} is {str(found)!r}, but torch sees no GPU. Use 'cpu', or install torch with CUDA.")
+    return found
 
 
 def tensors(**values: Any) -> None:

@@ -83,6 +83,25 @@ def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
     assert "is a directory" in result.output
 
 
+def broken(error: BaseException):
+    def run(*arguments: object) -> None:
+        raise error
+
+    return run
+
+
+def test_ctrl_c_in_the_demo_ends_with_130(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "run", broken(KeyboardInterrupt()))
+    result = invoke("demo", "--out", str(tmp_path / "demo.png"))
+    assert (result.exit_code, result.output) == (130, "Interrupted.\n")
+
+
+def test_a_picture_that_cannot_be_written_has_no_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "run", broken(OSError("No space left on device")))
+    result = invoke("demo", "--out", str(tmp_path / "demo.png"))
+    assert (result.exit_code, result.output) == (1, "Error: No space left on device\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -104,6 +104,15 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(arguments, messag
     assert message in " ".join(result.output.split())
 
 
+def test_ctrl_c_ends_with_130(monkeypatch):
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run", interrupted)
+    result = invoke("step", "--quick")
+    assert (result.exit_code, result.output) == (130, "Interrupted.\n")
+
+
 def test_report_names_what_it_wrote(settings_seen, tmp_path):
     result = invoke("report", "--results", str(tmp_path), "--docs", str(tmp_path))
     assert result.exit_code == 0, result.output

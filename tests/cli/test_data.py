@@ -166,6 +166,17 @@ def test_of_many_files_the_first_failure_is_said_and_other_sets_go_on(many, serv
     assert server.seen == ["/many-files/data/data.txt", "/many-files/data/index_features.txt", "/tiny"]
 
 
+def test_ctrl_c_ends_with_130(server, cache, monkeypatch):
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slangvi.data._remote.download", interrupted)
+    result = invoke("fetch", "tiny")
+    assert result.exit_code == 130
+    assert "Interrupted." in result.output
+    assert files_in(cache) == []
+
+
 def test_force_fetches_again(server, cache):
     invoke("fetch", "tiny")
     (cache / "libsvm" / "tiny_scale").write_bytes(b"damaged")

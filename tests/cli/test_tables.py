@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -28,6 +29,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
     houses(folder / "houses.csv")
     kinds(folder / "kinds.csv")
+    (folder / "twins.csv").write_text("size,town,mean,=a,'=a\n100,Bern,1,2,3\n", encoding="utf-8")
     for data, target in (("houses", "price"), ("kinds", "=kind")):
         made = invoke("fit", folder / f"{data}.csv", "--target", target, "--out", folder / data, *SHORT, "--quiet")
         assert (made.exit_code, made.output) == (0, "")
@@ -128,6 +130,17 @@ def test_no_cell_that_is_copied_is_a_formula(place, tmp_path):
     assert [row["'+n"] for row in rows] == ["-1.5"] * len(FORMULAS)  # a number is no formula
 
 
+def test_intervals_of_large_numbers_are_written_with_the_digits_that_tell_them_apart(tmp_path):
+    """Seconds since 1970, say: six digits would be the same in every row."""
+    data = tmp_path / "times.csv"
+    data.write_text("\n".join(["a,y", *(f"{k % 7},{1_700_000_000 + k}" for k in range(40))]), encoding="utf-8")
+    assert invoke("fit", data, "--target", "y", "--out", tmp_path / "m", *SHORT, "--quiet").exit_code == 0
+    for row in rows_of(invoke("predict", tmp_path / "m", data, "--out", "-", "--quiet").output):
+        mean, std, lower, upper = (float(row[name]) for name in ("mean", "std", "lower", "upper"))
+        assert (upper - lower) / (2 * std) == pytest.approx(1.64485, rel=1e-3)
+        assert (upper + lower) / 2 == pytest.approx(mean, rel=0, abs=1e-2 * std)
+
+
 # ---- what is refused ----
 
 
@@ -150,6 +163,10 @@ def test_no_cell_that_is_copied_is_a_formula(place, tmp_path):
         (["predict", "{}/houses", "{}/houses.csv", "--out", "-", "--json"], 2, "both print to standard output"),
         (["predict", "{}/houses", "{}/houses.csv", "--out", "-", "--level", "1"], 2, "--level"),
         (["predict", "{}/houses", "{}/houses.csv", "--out", "-", "--keep", "id"], 1, "no column 'id' to keep"),
+        (["predict", "{}/houses", "{}/twins.csv", "--out", "-", "--keep", "mean"], 1, "two columns named 'mean'"),
+        (["predict", "{}/houses", "{}/twins.csv", "--out", "-", "--keep", "=a", "--keep", "'=a"], 1, 'named "\'=a"'),
+        (["predict", "{}/houses", "{}/houses.csv", "--out", "{}/houses.csv/x"], 2, "is a file, so that"),
+        (["report", "{}/houses", "--out", "{}/houses.csv/x"], 2, "is a file, so that"),
         (["predict", "{}", "{}/houses.csv", "--out", "-"], 1, "is no model: it has no model.json"),
         (["report", "{}"], 1, "is no model"),
         (["report", "{}/houses", "--out", "{}/houses.csv"], 2, "Use --force to replace it"),
@@ -176,6 +193,26 @@ def test_ctrl_c_ends_with_130(place, tmp_path, monkeypatch):
     assert result.exit_code == 130
     assert result.output == "Interrupted.\n"
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+def test_a_pipe_is_not_replaced_by_a_file(place, tmp_path):
+    """Nor is a device such as /dev/null, which other programs need."""
+    os.mkfifo(tmp_path / "pipe")
+    result = invoke("predict", place / "houses", place / "houses.csv", "--out", tmp_path / "pipe", "--force")
+    assert result.exit_code == 2
+    assert "is no file" in " ".join(result.output.split())
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_fit_does_not_train_what_it_could_not_write(place, tmp_path, monkeypatch, below):
+    monkeypatch.setattr(fitting, "fit", broken(AssertionError("trained")))
+    monkeypatch.setattr("slangvi.cli._common.os.access", lambda path, mode: not mode & os.W_OK)
+    out, why = (place / "houses.csv" / "m", "is a file, so that") if below else (tmp_path / "m", "cannot be written to")
+    result = invoke("fit", place / "houses.csv", "--target", "price", "--out", out)
+    assert result.exit_code == 2, result.output
+    assert why in " ".join(result.output.split())
 
 
 def test_surprises_have_no_traceback_unless_asked_for(place, tmp_path, monkeypatch):

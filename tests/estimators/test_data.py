@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +30,14 @@ def test_constant_columns_keep_their_scale():
     assert scale.mean[0] == 0.1
     assert scale.scale[0] == 1.0
     assert (scale.apply(values)[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("unit", [1e200, 1e-200])
+def test_scales_of_very_large_and_very_small_numbers_are_found(unit):
+    """Their squares would be inf or 0, and the scale useless."""
+    values, weights = np.array([[-1.0], [1.0], [3.0]]), np.array([1.0, 2.0, 1.0])
+    scale = Scale.of(unit * values, weights)
+    np.testing.assert_allclose(scale.apply(unit * values), Scale.of(values, weights).apply(values), rtol=1e-12)
 
 
 @given(counts, st.integers(0, 1000), st.integers(1, 3))

@@ -324,6 +324,11 @@ def test_bad_parameters_are_refused_when_fitting(change, error, message):
         model.predict(INPUTS)
 
 
+def test_noise_is_not_told_before_a_fit():
+    with pytest.raises(NotFittedError, match="not fitted yet"):
+        _ = regressor().noise_std_
+
+
 def test_data_that_cannot_be_learnt_from_are_refused():
     with pytest.raises(ValueError, match=r"[Ss]ample.weight"):
         classifier().fit(X, NAMES, sample_weight=np.zeros(150))

@@ -70,6 +70,11 @@ def test_classes_have_a_confusion_and_regressions_have_intervals(text, tmp_path)
     assert seen.tags.count("img") == 5
 
 
+def test_words_in_tables_stay_words_on_a_phone(text):
+    """Cells may break anywhere, so without a least width a narrow window gives text a letter a line."""
+    assert "td:not(.n),th:not(.n){min-width:" in text
+
+
 def test_long_numbers_are_rounded_and_whole_ones_are_not(tmp_path):
     path = tmp_path / "long.csv"
     lines = [f"{k / 7},{20260000 + (k * k) % 31},{k / 3}" for k in range(30)]
@@ -80,6 +85,17 @@ def test_long_numbers_are_rounded_and_whole_ones_are_not(tmp_path):
     assert f"{long['x']}</td>" not in text
     assert f'<td class="n">{float(long["x"]):.4g}</td>' in text
     assert f'<td class="n">{long["day"]}</td>' in text
+
+
+def test_predictions_have_the_digits_of_their_standard_deviation(tmp_path):
+    """Years, say: 2024 for every row would hide what was predicted."""
+    data = tmp_path / "years.csv"
+    data.write_text("\n".join(["a,y", *(f"{k % 7},{2024 + 0.01 * (k % 7)}" for k in range(40))]), encoding="utf-8")
+    model = fitted(data, "y")
+    row = model.record["most_uncertain"][0]
+    before = f'<td class="n">{row["line"]}</td><td class="n">{row["target"]}</td><td class="n">'
+    shown = page(model).partition(before)[2].partition("<")[0]
+    assert abs(float(shown) - row["mean"]) < 1e-2 * row["std"]
 
 
 def test_many_classes_are_told_by_their_commonest_confusions(tmp_path):

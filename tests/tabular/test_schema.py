@@ -43,6 +43,7 @@ def test_rare_levels_are_taken_together():
 
 
 DATES = "; if these are dates, put year, month or age into columns of their own"
+NUMBERS = "; if these are numbers, write them as 1234.5, without other signs"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,9 @@ DATES = "; if these are dates, put year, month or age into columns of their own"
         ([f"name {k}" for k in range(30)], "it has 30 different words in 30 rows"),
         ([f"2024-05-{k:02}" for k in range(1, 31)], f"it has 30 different words in 30 rows{DATES}"),
         ([f"{k}.5.24 10:00" for k in range(1, 31)], f"it has 30 different words in 30 rows{DATES}"),
+        ([f"{k},5" for k in range(30)], f"it has 30 different words in 30 rows{NUMBERS}"),
+        ([f"$1,{k:03}.50" for k in range(30)], f"it has 30 different words in 30 rows{NUMBERS}"),
+        ([f"{k} %" for k in range(30)], f"it has 30 different words in 30 rows{NUMBERS}"),
     ],
 )
 def test_columns_that_say_nothing_are_dropped_with_a_reason(cells, why):

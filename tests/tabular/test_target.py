@@ -20,6 +20,8 @@ def table(*cells: object) -> Table:
         (("yes", "no", "no"), "classification", "'y' holds text"),
         ((0.5, 1.5, 0.5), "classification", "'y' has two different values"),
         ((1, 2, 3, 3), "classification", "'y' has 3 different whole numbers"),
+        (("1.5", "2.5", "n.a."), "classification", "'y' holds text, such as 'n.a.'"),
+        (("1", "2", "2.0", "2.00", "3."), "classification", "'y' has 3 different whole numbers"),
         ((1, 2.5, 3, 3), "regression", "'y' holds numbers, 3 different ones"),
         (tuple(range(11)), "regression", "'y' holds numbers, 11 different ones"),
     ],
@@ -33,6 +35,14 @@ def test_the_task_can_be_given():
     assert find_target(table(1, 2, 3), "y", "regression")[0] == Target("y", "regression", "as --task says")
     classes = find_target(table(10, 9.5, -1, "b", "a"), "y", "classification")[0].classes
     assert classes == ("-1", "9.5", "10", "a", "b")
+
+
+def test_labels_of_the_same_number_are_one_class_and_codes_are_not():
+    target, rows = find_target(table("2.0", "2", "-0", "2", "0", "0", "007", "7", "7", "7.00", "b"), "y")
+    assert target.classes == ("0", "2", "007", "7", "b")
+    assert target.encode(rows).tolist() == [1, 1, 0, 1, 0, 0, 2, 3, 3, 3, 4]
+    with pytest.raises(DataError, match="has 1 different values"):
+        find_target(table("1", "1.0"), "y", "regression")
 
 
 def test_rows_without_a_target_are_left_out():
@@ -71,7 +81,9 @@ def test_too_few_rows_are_refused():
     with pytest.raises(DataError, match="9 rows with a target, and at least 10"):
         held_out(Target("y", "regression", ""), np.arange(9.0), 0)
     labels = tuple(map(str, range(10)))
-    with pytest.raises(DataError, match="too few rows to hold any out"):
+    with pytest.raises(
+        DataError, match=r"the 10 classes of 'y' have too few rows to hold any out\. .* --task regression"
+    ):
         held_out(Target("y", "classification", "", labels), np.arange(10), 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -59,9 +60,22 @@ def _told(error: Exception) -> str:
 
 
 def check_new(path: Path, force: bool) -> None:
-    """Refuse to write over something unless it was said to."""
-    if path.exists() and not force:
-        raise click.BadParameter(f"{path} is there already. Use --force to replace it.", param_hint="--out")
+    """Refuse to write over something unless it was said to, and where nothing can be written, before any work is done.
+
+    Files are put in place by renaming, so that a device or a pipe would be replaced and not written to.
+    """
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.exists() and not path.is_file():
+        why = f"{path} is no file, such as pred.csv or page.html, but a device, a pipe or a folder."
+    elif path.exists() and not force:
+        why = f"{path} is there already. Use --force to replace it."
+    elif not folder.is_dir():
+        why = f"{folder} is a file, so that {path} cannot be in it. Choose another place."
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        why = f"the folder {folder} cannot be written to. Choose another one, or make it writable."
+    else:
+        return
+    raise click.BadParameter(why, param_hint="--out")
 
 
 def require(command: str, **extras: str) -> None:

@@ -8,7 +8,7 @@ from time import perf_counter
 import click
 
 from slangvi._version import __version__
-from slangvi.cli._common import progress_bars, require
+from slangvi.cli._common import check_new, guarded, progress_bars, require
 from slangvi.cli.bench import bench
 from slangvi.cli.data import data
 from slangvi.cli.fit import fit
@@ -43,10 +43,12 @@ app.add_command(reproduce)
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of data, initial weights and draws.")
 @click.option("--quick", is_flag=True, help="A twentieth of the training, to see that it runs.")
+@guarded
 def demo(out: Path, seed: int, quick: bool) -> None:
     """Train SLANG and Adam on a noisy curve and on patients' data; print a table, write a picture."""
     if not out.parent.is_dir():
         raise click.BadParameter(f"folder {out.parent} does not exist. Make it first.", param_hint="--out")
+    check_new(out, force=True)
     require("demo", matplotlib="plot", sklearn="sklearn")
     from rich.console import Console
     from rich.table import Table

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from slangvi.bench import BENCHES
+from slangvi.cli._common import check_new, guarded
 
 __all__ = ["bench"]
 
@@ -27,6 +28,7 @@ def _command(name: str) -> click.Command:
     @click.option("--quick", is_flag=True, help="Tiny sizes, to see that it runs; written only where --out says.")
     @click.option("--repeats", type=click.IntRange(1), help="Samples of each time; more steady, and slower.")
     @click.option("--out", type=_file, help=f"JSON file; {RESULTS}/{name}-<device>.json if not given.")
+    @guarded
     def command(device: str, quick: bool, repeats: int | None, out: Path | None) -> None:
         _measure(name, device, quick, repeats, out)
 
@@ -62,6 +64,8 @@ def _measure(name: str, device: str, quick: bool, repeats: int | None, out: Path
 
     if out is not None and not out.parent.is_dir():
         raise click.BadParameter(f"folder {out.parent} does not exist. Make it first.", param_hint="--out")
+    if out is not None:
+        check_new(out, force=True)
     if device == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("--device cuda: torch sees no GPU. Use --device cpu, or install torch with CUDA.")
     console = Console()

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import click
 
+from slangvi.cli._common import guarded
+
 if TYPE_CHECKING:
     from slangvi.data._remote import File, Progress
     from slangvi.data._sets import Row
@@ -42,6 +44,7 @@ def list_(json: bool) -> None:
 @data.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("--force", is_flag=True, help="Fetch again what is there; it is replaced only by a good copy.")
+@guarded
 def fetch(names: tuple[str, ...], force: bool) -> None:
     """Put data sets into the cache, or check those that are there; `all` stands for every one."""
     from slangvi.errors import DataError

@@ -67,12 +67,17 @@ def _written(model: Model, table: Table, level: float, keep: tuple[str, ...]) ->
     for name in keep:
         if name not in table.columns:
             raise DataError(f"there is no column {name!r} to keep. Columns are {list(table.columns)[:20]}.")
-    copied = {safe(name): list(map(safe, table.columns[name])) for name in keep}
+    kept = list(dict.fromkeys(keep))
     found = columns(model, model.schema.encode(table), level)
+    header = [*map(safe, kept), *found]
+    if len(set(header)) < len(header):
+        twice = next(name for name in header if header.count(name) > 1)
+        raise DataError(f"there would be two columns named {twice!r} in the predictions. Rename the one to keep.")
+    copied = [list(map(safe, table.columns[name])) for name in kept]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*copied, *found])
-    writer.writerows(zip(*copied.values(), *found.values(), strict=True))
+    writer.writerow(header)
+    writer.writerows(zip(*copied, *found.values(), strict=True))
     return text.getvalue()
 
 

@@ -24,14 +24,14 @@ _file = click.Path(path_type=Path, dir_okay=False)
 @guarded
 def report(model: Path, out: Path | None, force: bool, quiet: bool, json: bool) -> None:
     """Write a page on a model: scores, calibration, residuals, the posterior, the most uncertain rows."""
-    if out is not None:
-        check_new(out, force)
+    path = out or model / "report.html"
+    check_new(path, force or out is None)
     require("report", matplotlib="plot", sklearn="sklearn")
     from slangvi._files import put
     from slangvi.tabular.model import load
     from slangvi.tabular.page import page
 
-    text, path = page(load(model)), out or model / "report.html"
+    text = page(load(model))
     put(path, lambda file: file.write(text.encode()))
     if json:
         click.echo(json_text.dumps({"out": str(path), "bytes": len(text.encode())}))

@@ -33,7 +33,10 @@ class Scale:
         share = weights / weights.sum()
         constant = (values == values[0]).all(0)
         mean = np.where(constant, values[0], share @ values)
-        spread = np.sqrt(share @ (values - mean) ** 2)
+        # Squares of very large or small numbers would overflow or vanish; powers of two change no digit.
+        offsets = np.asarray(values - mean, dtype=np.float64)
+        power = np.frexp(np.abs(offsets).max(0))[1]
+        spread = np.ldexp(np.sqrt(share @ np.ldexp(offsets, -power) ** 2), power)
         return cls(mean.astype(values.dtype), np.where(constant | (spread == 0), 1.0, spread).astype(values.dtype))
 
     @classmethod

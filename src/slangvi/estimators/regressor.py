@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import RegressorMixin
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from slangvi import _checks
@@ -169,6 +170,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
     @property
     def noise_std_(self) -> Any:
         """Standard deviation of the noise on the scale of y."""
+        check_is_fitted(self)
         noise = self._kept_noise()
         assert noise is not None
         std = noise.variance.sqrt().cpu().numpy() * self.target_scale_.scale

@@ -14,7 +14,7 @@ from slangvi.errors import DataError
 from slangvi.estimators import SLANGClassifier, SLANGRegressor
 from slangvi.tabular.model import Classes, Model, Network, Numbers
 from slangvi.tabular.reading import Table
-from slangvi.tabular.schema import Schema, infer
+from slangvi.tabular.schema import Schema, counters, infer
 from slangvi.tabular.scores import score
 from slangvi.tabular.size import check_size
 from slangvi.tabular.target import Target, find_target, held_out
@@ -76,13 +76,13 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
         raise DataError(f"there is no column {unknown[0]!r} to exclude. Columns are {list(table.columns)[:20]}.")
     if settings.target in settings.exclude:
         raise DataError(f"the target {settings.target!r} cannot be excluded.")
-    whole = len(table)
+    whole, counting = len(table), counters(table)
     target, rows = find_target(table.without(settings.exclude), settings.target, settings.task)
     y, inputs = target.encode(rows), rows.without([settings.target])
     train, held = held_out(target, y, settings.seed)
     part = inputs.take(train.tolist())
-    first = infer(part)
-    last = infer(inputs) if settings.refit else first
+    first = infer(part, counting)
+    last = infer(inputs, counting) if settings.refit else first
     if found is not None:
         found(target, last, len(rows), whole - len(rows))
     check_size([last.features, *settings.hidden, target.outputs], settings.rank, settings.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from numpy.typing import NDArray
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from slangvi.tabular.model import Classes, Model
 from slangvi.tabular.schema import number_of
 
-__all__ = ["columns", "safe"]
+__all__ = ["columns", "digits", "safe"]
 
 Array = NDArray[Any]
 
@@ -48,8 +49,23 @@ def columns(model: Model, inputs: Array, level: float) -> dict[str, list[str]]:
         return {"class": labels, **probs, "entropy": _told(found.entropy), "epistemic_share": share}
     lower, upper = found.interval(level)
     numbers = {"mean": found.mean, "std": found.std, "lower": lower, "upper": upper}
-    return {**{name: _told(values) for name, values in numbers.items()}, "epistemic_share": share}
+    return {**{name: _told(values, found.std) for name, values in numbers.items()}, "epistemic_share": share}
 
 
-def _told(values: Array) -> list[str]:
-    return [f"{value:.6g}" for value in values.tolist()]
+def _told(values: Array, units: Array | None = None) -> list[str]:
+    if units is None:
+        return [f"{value:.6g}" for value in values.tolist()]
+    return [f"{value:.{digits(value, unit)}g}" for value, unit in zip(values.tolist(), units.tolist(), strict=True)]
+
+
+def digits(value: float, unit: float) -> int:
+    """Six, or more where these would not reach four digits of the unit: 1700000012.34 ± 10.33.
+
+    Example:
+        >>> digits(123.4, 10.0), digits(1700000012.34, 10.33), digits(0.0, 1.0)
+        (6, 12, 6)
+    """
+    if value == 0 or unit <= 0 or not math.isfinite(value) or not math.isfinite(unit):
+        return 6
+    above = math.floor(math.log10(abs(value)) - math.log10(unit))
+    return min(17, max(6, 4 + above))

@@ -12,6 +12,7 @@ import numpy as np
 from slangvi.errors import DataError
 from slangvi.tabular.figures import figures
 from slangvi.tabular.model import Classes, Model, Numbers
+from slangvi.tabular.output import digits
 from slangvi.tabular.schema import number_of
 from slangvi.tabular.scores import LEVELS, coverages, readable
 
@@ -35,6 +36,7 @@ h3{font-size:1rem;margin:0 0 4px}p{margin:4px 0 12px;max-width:75ch}.sub,.card p
 table{border-collapse:collapse;width:100%;font-size:.88rem}
 th,td{padding:6px 12px;text-align:left;border-bottom:1px solid #eceff3;max-width:22em;overflow-wrap:anywhere}
 th{background:#f0f3f6;font-weight:600}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td:not(.n),th:not(.n){min-width:9.5em}
 tr:last-child td{border-bottom:0}td.hit{background:#dcebf9;font-weight:600}td.miss{background:#fbe9e7}
 @media print{body{background:#fff}.card,.wide{break-inside:avoid}}
 """
@@ -141,7 +143,9 @@ def _uncertain(model: Model) -> str:
     rows = []
     for row in shown:
         said = (
-            [readable(row["mean"]), readable(row["std"])] if regression else [row["class"], f"{row['probability']:.2f}"]
+            [_beside(row["mean"], row["std"]), readable(row["std"])]
+            if regression
+            else [row["class"], f"{row['probability']:.2f}"]
         )
         cells = [_rounded(row["cells"].get(name, "")) for name in names]
         rows.append([str(row["line"]), row["target"], *said, f"{row['epistemic_share']:.0%}", *cells])
@@ -153,6 +157,11 @@ def _uncertain(model: Model) -> str:
     numeric = [*(range(5) if regression else (0, 3, 4))]
     numeric += [k for k, name in enumerate(names, 5) if kinds[name] == "numeric"]
     return f"<h2>Most uncertain rows</h2><p>{about}</p>{_table(header, rows, numeric)}"
+
+
+def _beside(value: float, unit: float) -> str:
+    """Four digits, unless they would hide what a small standard deviation tells: 2024.3712 ± 0.2."""
+    return readable(value) if unit >= 1e-3 * abs(value) else f"{value:.{digits(value, unit)}g}"
 
 
 def _inputs(model: Model) -> str:

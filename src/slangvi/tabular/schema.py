@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from slangvi.errors import DataError
 from slangvi.tabular.reading import Table
 
-__all__ = ["MAX_LEVELS", "Categorical", "Numeric", "Schema", "infer", "is_missing", "number_of"]
+__all__ = ["MAX_LEVELS", "Categorical", "Numeric", "Schema", "counters", "infer", "is_missing", "number_of"]
 
 Array = NDArray[np.float64]
 
@@ -27,7 +27,9 @@ _NUMBERS = 0.95
 # Text with more different values than this share of the rows names rows and says nothing about others.
 _IDS = 0.5
 _FEW = 10
+_COUNTS = "it only counts the rows"
 _DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}\b")
+_SIGNED = re.compile(r"[^\w]*\d[\d.,'’ \u00a0\u202f]*[^\w]*")
 # Squares of larger numbers would overflow.
 _LARGEST = 1e100
 
@@ -169,7 +171,12 @@ class Schema:
         return cls(tuple(map(_column, plain["columns"])), dict(plain["dropped"]), dict(plain["notes"]))
 
 
-def infer(table: Table) -> Schema:
+def counters(table: Table) -> frozenset[str]:
+    """Columns that only count the rows: 1, 2, 3, … in order, from wherever."""
+    return frozenset(name for name, cells in table.columns.items() if _counts(_numbers(cells)))
+
+
+def infer(table: Table, counting: Collection[str] = ()) -> Schema:
     r"""Look at every column and decide what it is.
 
     | cells                                                       | becomes                               |
@@ -180,6 +187,7 @@ def infer(table: Table) -> Schema:
 
     Args:
         table: the rows to learn from, without the target.
+        counting: `counters` of the whole file, if these are some of its rows: the gaps between them would hide it.
 
     Raises:
         DataError: no column is left, or they become too many numbers.
@@ -196,7 +204,7 @@ def infer(table: Table) -> Schema:
     dropped: dict[str, str] = {}
     notes: dict[str, str] = {}
     for name, cells in table.columns.items():
-        found, told = _judged(name, cells)
+        found, told = (None, _COUNTS) if name in counting else _judged(name, cells)
         if found is None:
             dropped[name] = told
         else:
@@ -234,13 +242,16 @@ def _judged(name: str, cells: Sequence[str]) -> tuple[Column | None, str]:
 
 
 def _advice(cell: str) -> str:
-    """What to do with dates, of which the text itself says nothing: 2024-05-31, 31.05.24, 5/31/2024 10:00."""
-    return "; if these are dates, put year, month or age into columns of their own" if _DATE.match(cell) else ""
+    """What to do with dates and numbers that are told otherwise: 31.05.24, 5/31/2024 10:00; 1,5, 1 000, $5, 7 %."""
+    if _DATE.match(cell):
+        return "; if these are dates, put year, month or age into columns of their own"
+    like_a_number = len(cell) <= 40 and _SIGNED.fullmatch(cell)  # longer ones would take long to match
+    return "; if these are numbers, write them as 1234.5, without other signs" if like_a_number else ""
 
 
 def _numeric(name: str, cells: Sequence[str], known: Array, odd: int) -> tuple[Column | None, str]:
-    if len(known) == len(cells) > 2 and bool((np.diff(known) == 1.0).all()):
-        return None, "it only counts the rows"
+    if len(known) == len(cells) and _counts(known):
+        return None, _COUNTS
     mean, scale = float(known.mean()), float(known.std())
     missing = len(cells) - len(known)
     told = f"{missing} missing values are set to the mean" if missing else ""
@@ -249,6 +260,10 @@ def _numeric(name: str, cells: Sequence[str], known: Array, odd: int) -> tuple[C
     # Values that differ by rounding alone have nothing to tell.
     usable = scale > 1e-12 * abs(mean) and math.isfinite(scale)
     return Numeric(name, mean, scale if usable else 1.0, missing > 0), told
+
+
+def _counts(values: Array) -> bool:
+    return len(values) > 2 and bool((np.diff(values) == 1.0).all())
 
 
 def _numbers(cells: Sequence[str]) -> Array:

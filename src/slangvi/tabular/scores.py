@@ -24,12 +24,10 @@ def readable(value: float) -> str:
     """Four digits, without powers of ten for what people count in thousands, such as prices.
 
     Example:
-        >>> readable(0.03636), readable(43328.1), readable(1e15), readable(1e-16)
-        ('0.03636', '43,328', '1e+15', '0')
+        >>> readable(0.03636), readable(43328.1), readable(1e15), readable(1.5e-15)
+        ('0.03636', '43,328', '1e+15', '1.5e-15')
     """
-    if 1e4 <= abs(value) < 1e12:
-        return f"{value:,.0f}"
-    return f"{value:.4g}" if abs(value) > 1e-12 else "0"  # what is left by rounding would only confuse
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def coverages(predicted: Numbers, y: Array) -> list[float]:
@@ -74,13 +72,20 @@ def score(model: Model, inputs: Array, y: Array, predicted: Numbers | Classes, s
 
 def _of_classes(probs: Array, y: Array) -> Scores:
     p, labels = torch.from_numpy(probs), torch.from_numpy(y)
-    return _finite(nll=metrics.nll(p, labels), accuracy=metrics.accuracy(p, labels), ece=metrics.ece(p, labels))
+    return _finite(
+        nll=metrics.nll(p, labels), accuracy=metrics.accuracy(p, labels), ece=_rounded(metrics.ece(p, labels))
+    )
 
 
 def _of_numbers(predicted: Numbers, y: Array, nll: float) -> Scores:
     gaps = [abs(share - level) for share, level in zip(coverages(predicted, y), LEVELS, strict=True)]
     rmse = metrics.rmse(torch.from_numpy(predicted.mean), torch.from_numpy(y))
-    return _finite(nll=nll, rmse=rmse, ece=sum(gaps) / len(gaps))
+    return _finite(nll=nll, rmse=rmse, ece=_rounded(sum(gaps) / len(gaps)))
+
+
+def _rounded(ece: float) -> float:
+    """What is left of differences by rounding would only confuse; other scores may be as small as their targets."""
+    return round(ece, 12)
 
 
 def _finite(**scores: float) -> Scores:

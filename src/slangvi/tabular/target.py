@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ Ints = NDArray[np.int64]
 
 MAX_CLASSES = 100
 _FEW = 10
+_PLAIN = re.compile(r"[+-]?(0|[1-9][0-9]*)(\.[0-9]*)?")
 TASKS = ("classification", "regression")
 
 
@@ -86,7 +89,8 @@ def find_target(table: Table, name: str, task: str | None = None) -> tuple[Targe
         task: "classification" or "regression" overrides what would be found.
 
     Returns:
-        The target, and the table without the rows whose target is missing.
+        The target, and the table without the rows whose target is missing. Labels that are the same number, such as 1
+        and 1.0, are one class there.
 
     Raises:
         DataError: there is no such column, or nothing in it to tell apart.
@@ -100,10 +104,11 @@ def find_target(table: Table, name: str, task: str | None = None) -> tuple[Targe
         near = ", ".join(map(repr, list(table.columns)[:20]))
         raise DataError(f"there is no column {name!r} for --target. Columns are {near}.")
     rows = table.take([k for k, cell in enumerate(table.columns[name]) if not is_missing(cell)])
-    labels = Counter(rows.columns[name])
+    spelt = _spelt(rows.columns[name])
+    labels = set(spelt.values())
     if len(labels) < 2:
         raise DataError(f"the target {name!r} has {len(labels)} different values. There is nothing to predict.")
-    guess, why = _guess(name, list(labels))
+    guess, why = _guess(name, sorted(labels))
     task, why = (task, "as --task says") if task else (guess, why)
     if task == "regression":
         return Target(name, task, why), rows
@@ -112,7 +117,8 @@ def find_target(table: Table, name: str, task: str | None = None) -> tuple[Targe
             f"the target {name!r} has {len(labels)} different values, and at most {MAX_CLASSES} classes are allowed. "
             "Use --task regression if they are numbers."
         )
-    return Target(name, task, why, tuple(sorted(labels, key=_rank))), rows
+    cells = [spelt[cell] for cell in rows.columns[name]]
+    return Target(name, task, why, tuple(sorted(labels, key=_rank))), Table({**rows.columns, name: cells}, rows.lines)
 
 
 def held_out(target: Target, values: NDArray[Any], seed: int, share: float = 0.2) -> tuple[Ints, Ints]:
@@ -136,19 +142,39 @@ def held_out(target: Target, values: NDArray[Any], seed: int, share: float = 0.2
     parts = [source.permutation(group)[: min(round(share * len(group)), len(group) - 1)] for group in groups]
     held = np.sort(np.concatenate(parts))
     if not len(held):
-        raise DataError("the classes have too few rows to hold any out. Give more rows, or fewer classes.")
+        raise DataError(
+            f"the {target.outputs} classes of {target.name!r} have too few rows to hold any out. Give more rows or "
+            "fewer classes, or use --task regression if they are numbers."
+        )
     return np.setdiff1d(np.arange(len(values)), held), held
 
 
 def _guess(name: str, labels: list[str]) -> tuple[str, str]:
     values = [number_of(label) for label in labels]
     if None in values:
-        return "classification", f"{name!r} holds text"
+        text = [label for label, value in zip(labels, values, strict=True) if value is None]
+        example = f", such as {text[0][:20]!r}" if len(text) < len(labels) else ""
+        return "classification", f"{name!r} holds text{example}"
     if len(values) == 2:
         return "classification", f"{name!r} has two different values"
     if len(values) <= _FEW and all(value == round(value) for value in values if value is not None):
         return "classification", f"{name!r} has {len(values)} different whole numbers"
     return "regression", f"{name!r} holds numbers, {len(values)} different ones"
+
+
+def _spelt(cells: Sequence[str]) -> dict[str, str]:
+    """Label → the commonest one that is the same number: 1.0 may be another word for 1, but 01 is a code.
+
+    Example:
+        >>> _spelt(["1", "1.0", "1", "01", "a"])
+        {'1': '1', '1.0': '1', '01': '01', 'a': 'a'}
+    """
+    commonest: dict[Decimal | str, str] = {}
+    spelt = {}
+    for cell, _ in Counter(cells).most_common():
+        key = Decimal(cell) if _PLAIN.fullmatch(cell) else cell
+        spelt[cell] = commonest.setdefault(key, cell)
+    return spelt
 
 
 def _rank(label: str) -> tuple[bool, float, str]:
