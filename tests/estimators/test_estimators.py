@@ -154,6 +154,20 @@ def test_early_stopping_keeps_the_best_state(make):
     assert model.state_.step == best * 3  # 120 rows, 50 at a time
 
 
+@pytest.mark.parametrize("change", [{"rank": 3}, {"hidden_layer_sizes": (7,)}, {"activation": "tanh"}])
+def test_what_was_learned_does_not_go_on_with_other_sizes(change):
+    model = classifier(warm_start=True).fit(X, NAMES)
+    (name,) = change
+    before, kept = getattr(model, name), model.state_
+    model.set_params(**change)
+    for go_on in (model.fit, model.partial_fit):
+        with pytest.raises(ValueError, match=f"{name} was .* when this estimator was first fitted.*warm_start=False"):
+            go_on(X, NAMES)
+    assert model.state_ is kept
+    model.set_params(**{name: before}).fit(X, NAMES)
+    model.set_params(warm_start=False, **change).fit(X, NAMES)
+
+
 def test_warm_start_goes_on():
     model = classifier(warm_start=True).fit(X, NAMES)
     steps, module = model.state_.step, model.module_

@@ -196,3 +196,17 @@ def test_integer_labels_out_of_range_are_named_by_the_likelihoods():
     with pytest.raises(ValueError, match=r"labels 0…2 .*got values from 0 to 5"):
         slangvi.Categorical().log_prob(torch.zeros(2, 3), torch.tensor([0, 5]))
     assert callable(cross_entropy(torch.tensor([0])))
+
+
+@pytest.mark.parametrize("method", [slangvi.SLANG, slangvi.BBB])
+def test_parameters_are_not_added_between_backward_and_step(method):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    opt = method(model, model[0].parameters(), num_data=8, lr=0.01)
+    with opt.sampled_params(train=True):
+        model(torch.randn(4, 2)).mean().backward()
+    with pytest.raises(RuntimeError, match=r"between backward and step.*Call step\(\) or discard_gradients\(\) first"):
+        opt.add_param_group({"params": model[1].parameters()})
+    assert len(opt.param_groups) == 1
+    opt.discard_gradients()
+    opt.add_param_group({"params": model[1].parameters()})
+    assert len(opt.param_groups) == 2

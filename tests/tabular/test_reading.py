@@ -112,3 +112,9 @@ def test_rows_and_columns_can_be_picked():
     table = Table({"a": ["1", "2", "3"], "b": ["x", "y", "z"]}, [2, 3, 4])
     assert table.take([2, 0]) == Table({"a": ["3", "1"], "b": ["z", "x"]}, [4, 2])
     assert list(table.without(["a"]).columns) == ["b"]
+
+
+@pytest.mark.parametrize(("sign", "end"), [(";", "\r\n"), (",", "\n"), ("\t", "\n")])
+def test_a_declared_separator_is_taken_and_lines_are_still_counted(sign, end):
+    rows = [f"sep={sign}", sign.join("ab"), sign.join(["1|5", "x"]), "", sign.join(["2", "y"])]
+    assert parse(end.join([*rows, ""]).encode("utf-8-sig")) == Table({"a": ["1|5", "2"], "b": ["x", "y"]}, [3, 5])

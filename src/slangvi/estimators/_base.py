@@ -222,10 +222,26 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _training(self, rows: Rows, recipe: Recipe, go_on: bool) -> Training:
         if go_on:
+            self._check_sizes()
             return Training(self.module_, recipe, self._kept_noise(), self.state_)
+        self._sizes = self._own_sizes()
         with torch.no_grad():
             check_outputs(self.module_(rows.x[:2]), len(rows.x[:2]), self._num_outputs())
         return Training(self.module_, recipe, self._noise(rows), None)
+
+    def _own_sizes(self) -> dict[str, Any]:
+        """What cannot change from one fit to the next that goes on from it."""
+        layers = {"hidden_layer_sizes": layer_sizes(self.hidden_layer_sizes), "activation": self.activation}
+        return {"rank": self.rank} | (layers if self.module is None else {})
+
+    def _check_sizes(self) -> None:
+        for name, now in self._own_sizes().items():
+            before = self._sizes.get(name, now)
+            if now != before:
+                raise ValueError(
+                    f"{name} was {before!r} when this estimator was first fitted, and is {now!r} now. What was learned "
+                    "cannot go on with it. Set it back, or fit anew with warm_start=False."
+                )
 
     def _keep(self, training: Training) -> None:
         self.state_ = lean(training.state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,15 @@ class Drawing(Inferred[StateT]):
         own.eval()
         own._rows = []
         own._capture.forget_inputs()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `Inferred`; refused while gradients are kept, which know nothing of the new parameters."""
+        if self.__dict__.get("_rows"):
+            raise RuntimeError(
+                "add_param_group was called between backward and step: the gradients collected so far know nothing of "
+                "the new parameters. Call step() or discard_gradients() first."
+            )
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients collected for the next step stay, see `discard_gradients`."""

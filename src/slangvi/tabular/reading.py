@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ __all__ = ["MAX_CELLS", "MAX_COLUMNS", "Table", "parse", "read_csv"]
 
 DELIMITERS = (",", ";", "\t")
 MAX_COLUMNS, MAX_CELLS = 10_000, 20_000_000
+_DECLARED = re.compile(f"sep=([{''.join(DELIMITERS)}])\r?\n")
 # Records that are looked at to find the delimiter.
 _LOOK = 50
 _MAGIC = {
@@ -79,8 +81,8 @@ def read_csv(path: Path, max_mb: float = 200.0) -> Table:
 def parse(content: bytes, name: str = "the file", max_cells: int = MAX_CELLS) -> Table:
     r"""A table from the bytes of a CSV file.
 
-    UTF-8 with or without a byte-order mark; commas, semicolons or tabs between cells, found from the first lines;
-    quotes as in RFC 4180. Nothing in a cell is ever evaluated.
+    UTF-8 with or without a byte-order mark; commas, semicolons or tabs between cells, found from the first lines or
+    declared by a line such as `sep=;`, as for Excel; quotes as in RFC 4180. Nothing in a cell is ever evaluated.
 
     Args:
         content: the bytes.
@@ -98,9 +100,12 @@ def parse(content: bytes, name: str = "the file", max_cells: int = MAX_CELLS) ->
         Table(columns={'size': ['1,5', '3'], 'price': ['20', '40']}, lines=[2, 4])
     """
     text = _text(content, name)
-    delimiter = _delimiter(text)
+    declared = _DECLARED.match(text)
+    delimiter = declared[1] if declared else _delimiter(text)
     reader = _reader(text, delimiter)
     try:
+        if declared:
+            next(reader)
         header = _header(next(_filled(reader), (0, []))[1], name)
         rows: list[list[str]] = []
         lines: list[int] = []
