@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slangvi
+from slangvi import quadrature
 from slangvi.quadrature import normal_expectation, softplus_expectations
 
 integrate = pytest.importorskip("scipy.integrate")
@@ -82,6 +83,18 @@ def test_derivatives_by_mean_and_variance_are_the_higher_orders():
     by_mean, by_variance = torch.autograd.grad(value.sum(), (mean, variance))
     torch.testing.assert_close(by_mean, slope.detach())
     torch.testing.assert_close(by_variance, 0.5 * curvature.detach())
+
+
+@pytest.mark.parametrize("variance", [0.5, 9.0])
+def test_a_first_call_in_inference_mode_does_not_spoil_later_gradients(variance):
+    quadrature._hermite.cache_clear()
+    quadrature._remainder.cache_clear()
+    spread = torch.tensor([variance])
+    with torch.inference_mode():
+        expected = softplus_expectations(torch.zeros(1), spread)[1].tolist()
+    mean = torch.zeros(1, requires_grad=True)
+    softplus_expectations(mean, spread, orders=3)[0].sum().backward()
+    assert mean.grad.tolist() == pytest.approx(expected)
 
 
 def test_single_precision_stays_single_and_whole_numbers_become_floats():

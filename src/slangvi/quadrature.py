@@ -109,7 +109,8 @@ def _hermite(nodes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tens
             f"nodes must be at most 200, got {nodes}: the outer weights are zero in floating point anyway."
         )
     points, weights = np.polynomial.hermite_e.hermegauss(nodes)
-    return torch.as_tensor(points).to(device, dtype), torch.as_tensor(weights / weights.sum()).to(device, dtype)
+    with torch.inference_mode(False):  # kept for callers that want gradients
+        return torch.as_tensor(points).to(device, dtype), torch.as_tensor(weights / weights.sum()).to(device, dtype)
 
 
 def _narrow(mean: Tensor, variance: Tensor, orders: int) -> Tensor:
@@ -127,10 +128,11 @@ def _on_grid(mean: Tensor, variance: Tensor, orders: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _remainder(orders: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Grid f_j (J,), and step · [ζ⁽ᵏ⁾ − π⁽ᵏ⁾] there (J, orders), which do not depend on m and v."""
-    grid = torch.arange(-_REACH, _REACH + _STEP / 2, _STEP, dtype=torch.float64)
-    probit = _probit_derivatives(grid, torch.full_like(grid, _PROBIT_VARIANCE), orders)
-    values = _STEP * (_softplus_derivatives(grid, orders) - probit)
-    return grid.to(device, dtype), values.T.contiguous().to(device, dtype)
+    with torch.inference_mode(False):  # kept for callers that want gradients
+        grid = torch.arange(-_REACH, _REACH + _STEP / 2, _STEP, dtype=torch.float64)
+        probit = _probit_derivatives(grid, torch.full_like(grid, _PROBIT_VARIANCE), orders)
+        values = _STEP * (_softplus_derivatives(grid, orders) - probit)
+        return grid.to(device, dtype), values.T.contiguous().to(device, dtype)
 
 
 def _softplus_derivatives(f: Tensor, orders: int) -> Tensor:
