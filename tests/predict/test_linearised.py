@@ -149,6 +149,25 @@ def test_models_that_vmap_cannot_follow_go_row_by_row():
         torch.testing.assert_close(found.covariance[k : k + 1], covariance, rtol=1e-9, atol=1e-12)
 
 
+class Scaled(nn.Module):
+    """A layer times a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2).double(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x)
+
+
+def test_parameters_without_dimensions_are_no_reason_to_go_row_by_row(monkeypatch):
+    model = Scaled()
+    q = low_rank(model)
+    monkeypatch.delattr("slangvi.predict._jacobians.Jacobians._row_by_row")
+    found = linearised_predictive(model, q, X)
+    torch.testing.assert_close(found.covariance, by_definition(model, q, X)[1])
+
+
 def test_tied_weights_and_sequences():
     model = GPT().double()
     q, ids = low_rank(model), torch.arange(8).reshape(2, 4) % 7
