@@ -126,8 +126,8 @@ class Bernoulli(Likelihood):
             raise ValueError("targets must be 0 or 1, got other values. Code the classes as 0 and 1.")
         signed = torch.where(targets == 1, mean, -mean)
         softplus, probability = softplus_expectations(signed, variance, orders=2)
-        tiny = torch.finfo(probability.dtype).tiny
-        return torch.maximum(probability.clamp_min(tiny).log(), signed - softplus)
+        tiny, bound = torch.finfo(probability.dtype).tiny, signed - softplus
+        return torch.where(probability > tiny, torch.maximum(probability.clamp_min(tiny).log(), bound), bound)
 
 
 class Gaussian(Likelihood):

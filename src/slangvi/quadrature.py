@@ -91,6 +91,7 @@ def softplus_expectations(mean: Tensor, variance: Tensor, orders: int = 3) -> Te
 
 
 def _moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    _checks.tensors(mean=mean, variance=variance)
     if bool((variance < 0).any()):
         raise ValueError(
             f"variance must be ≥ 0, got {float(variance.min()):g}. Clamp it where rounding made it negative."
