@@ -386,6 +386,12 @@ def test_dense_draws_have_the_mean_and_covariance(generator, global_rng_untouche
     assert not draws.requires_grad
 
 
+def test_a_batch_of_no_normals_has_no_draws():
+    q = dense_normal().expand((0,))
+    assert q.sample((2,)).shape == (2, 0, SIZE)
+    assert q.log_prob(torch.zeros(SIZE, dtype=torch.float64)).shape == (0,)
+
+
 def test_dense_draws_move_with_their_parameters():
     loc = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     matrix = torch.diag(torch.tensor([4.0, 1.0], dtype=torch.float64)).requires_grad_()

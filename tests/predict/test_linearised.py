@@ -294,6 +294,18 @@ def test_covariances_without_full_rank_can_be_drawn_from():
     assert bool(torch.isfinite(found.probs).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_posteriors_can_be_drawn_from(dtype):
+    model, n_samples = nn.Linear(3, 2).to(dtype), 600
+    q = low_rank(nn.Linear(3, 2))
+    half = LowRankPrecisionNormal(q.loc.to(dtype), q.prec_factor.to(dtype), q.prec_diag.to(dtype))
+    found = linearised_predictive(model, half, X.to(dtype), link="mc", n_samples=n_samples, generator=seeded(0))
+    noise = [torch.randn(2, generator=source) for source in [seeded(0)] for _ in range(n_samples)]
+    root = torch.linalg.cholesky(found.covariance.double())
+    draws = [(found.loc.double() + root @ one.double()).softmax(-1) for one in noise]
+    torch.testing.assert_close(found.probs, torch.stack(draws).mean(0).to(dtype))
+
+
 def test_one_logit_is_integrated_by_quadrature():
     model = mlp(1)
     q = low_rank(model)
