@@ -33,6 +33,8 @@ def kept(method: Callable[[Any], T]) -> cached_property[T]:
 
     @wraps(method)
     def compute(self: Any) -> T:
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return method(self)
         with torch.inference_mode(False), torch.enable_grad():
             return method(self)
 
