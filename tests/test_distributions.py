@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributions import Gamma, Independent, MultivariateNormal, Normal, constraints, kl_divergence
 
 from slangvi import DensePrecisionNormal, LowRankPrecisionNormal
@@ -132,12 +135,78 @@ def test_gradients_of_every_quantity_pass_gradcheck(generator):
     assert torch.autograd.gradcheck(everything, inputs)
 
 
-def test_a_draw_without_gradients_first_does_not_cut_the_later_ones(generator):
-    factor = torch.ones(3, 1, requires_grad=True)
-    q = LowRankPrecisionNormal(torch.zeros(3), factor, torch.ones(3))
-    q.sample(generator=generator)
-    (grad,) = torch.autograd.grad(q.rsample(generator=generator).square().sum(), factor)
-    assert float(grad.abs().sum()) > 0
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("first", ["sample", "entropy"])
+def test_what_was_asked_without_gradients_first_does_not_cut_the_later_ones(mode, first):
+    source = make((), 2)
+
+    def gradients(asked: bool) -> list[Tensor]:
+        inputs = [t.clone().requires_grad_() for t in (source.prec_factor, source.prec_diag)]
+        q = LowRankPrecisionNormal(source.loc, *inputs)
+        if asked:
+            with mode():
+                getattr(q, first)()
+        draw = q.rsample(generator=torch.Generator().manual_seed(0))
+        return list(torch.autograd.grad(draw.pow(3).sum() + q.entropy() + q.variance.sum(), inputs))
+
+    for after, plain in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(after, plain)
+
+
+def draw_of(factor: Tensor, diag: Tensor) -> Tensor:
+    q = LowRankPrecisionNormal(torch.zeros_like(diag), factor, diag, validate_args=False)
+    return q.rsample((2,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own forward mode uses it
+@pytest.mark.parametrize("rank", RANKS)
+def test_torch_func_differentiates_draws_as_autograd_does(rank, generator):
+    q = make((), rank)
+    inputs = (q.prec_factor, q.prec_diag)
+    turn = torch.randn(2, SIZE, generator=generator, dtype=torch.float64)
+    tangents = tuple(torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in inputs)
+
+    def value(*parameters: Tensor) -> Tensor:
+        return (turn * draw_of(*parameters)).sum()
+
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    expected = torch.autograd.grad(value(*leaves), leaves)
+    for found, exact in zip(torch.func.grad(value, (0, 1))(*inputs), expected, strict=True):
+        torch.testing.assert_close(found, exact)
+    slope = sum((a * b).sum() for a, b in zip(tangents, expected, strict=True))
+    torch.testing.assert_close(torch.func.jvp(value, inputs, tangents)[1], slope)
+    with forward_ad.dual_level():
+        dual = value(*(forward_ad.make_dual(t, d) for t, d in zip(inputs, tangents, strict=True)))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, slope)
+
+
+def twice(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Columns of the Hessian, added up."""
+    return torch.func.grad(lambda x: torch.func.grad(function)(x).sum())
+
+
+def test_draws_go_through_vmap():
+    q = make((3,), 2)
+    noise = torch.func.vmap(draw_of, randomness="same")(q.prec_factor, q.prec_diag)
+    alone = torch.stack([draw_of(factor, diag) for factor, diag in zip(q.prec_factor, q.prec_diag, strict=True)])
+    torch.testing.assert_close(noise, alone)
+
+
+def test_second_derivatives_through_draws_are_refused_and_not_wrong():
+    q = make((), 2)
+    factor = q.prec_factor.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(draw_of(factor, q.prec_diag).square().sum(), factor, create_graph=True)
+    with pytest.raises(NotImplementedError, match="can be differentiated once, not twice"):
+        torch.autograd.grad(grad.sum(), factor)
+    with pytest.raises(NotImplementedError, match="can be differentiated once, not twice"):
+        twice(lambda factor: draw_of(factor, q.prec_diag).square().sum())(q.prec_factor)
+
+
+def test_second_derivatives_through_draws_of_rank_zero_are_those_of_a_diagonal():
+    diag, none = make((), 0).prec_diag, torch.zeros(SIZE, 0, dtype=torch.float64)
+    noise = draw_of(none, torch.ones_like(diag))
+    found = twice(lambda diag: draw_of(none, diag).sum())(diag)
+    torch.testing.assert_close(found, 0.75 * diag**-2.5 * noise.sum(0))
 
 
 def test_draws_are_float32_for_float32_parameters():
@@ -315,6 +384,12 @@ def test_dense_draws_have_the_mean_and_covariance(generator, global_rng_untouche
     centred = draws - q.mean
     assert within_sigmas(centred.unsqueeze(-1) * centred.unsqueeze(-2), q.covariance_matrix)
     assert not draws.requires_grad
+
+
+def test_a_batch_of_no_normals_has_no_draws():
+    q = dense_normal().expand((0,))
+    assert q.sample((2,)).shape == (2, 0, SIZE)
+    assert q.log_prob(torch.zeros(SIZE, dtype=torch.float64)).shape == (0,)
 
 
 def test_dense_draws_move_with_their_parameters():

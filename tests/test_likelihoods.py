@@ -116,6 +116,11 @@ def test_predictives_are_the_links(generator):
     torch.testing.assert_close(Gaussian().predictive(outputs), outputs, rtol=0, atol=0)
 
 
+def test_classes_are_not_predicted_across_examples():
+    with pytest.raises(ValueError, match=r"outputs must have shape \(M, ..., C\).*got \(4,\).*'bernoulli'"):
+        Categorical().predictive(torch.zeros(4))
+
+
 @pytest.mark.parametrize(("name", "outputs"), [("categorical", (4, 2)), ("bernoulli", (4,)), ("gaussian", (4,))])
 def test_columns_of_targets_are_not_broadcast(name, outputs):
     targets = torch.zeros(4, 1, dtype=torch.long if name == "categorical" else torch.float32)

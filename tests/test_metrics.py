@@ -178,6 +178,15 @@ def test_mutual_information_is_the_mean_divergence_of_draws_from_their_mean(gene
     torch.testing.assert_close(metrics.mutual_information(probs), torch.tensor(expected, dtype=torch.float64))
 
 
+def test_votes_as_whole_numbers_count_as_probabilities():
+    votes, labels = torch.tensor([[[1, 0], [0, 1]], [[0, 1], [0, 1]]]), torch.tensor([0, 0])
+    assert torch.equal(metrics.mutual_information(votes), metrics.mutual_information(votes.float()))
+    found, expected = (metrics.reliability(probs, labels, 2) for probs in (votes[0], votes[0].float()))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert metrics.risk_coverage(votes[0], labels).risk.tolist() == [0.5, 0.5]
+
+
 def test_mutual_information_of_draws_that_agree_is_zero_and_never_negative():
     probs = predictions(0, 200, 5)[0].float()
     found = metrics.mutual_information(probs.expand(7, -1, -1))
@@ -218,6 +227,10 @@ def test_fpr95_is_a_point_of_scikit_learns_curve(inside, outside, level):
     false, true, _ = sklearn.metrics.roc_curve(1 - truth, -score, drop_intermediate=False)
     expected = false[np.flatnonzero(true >= level - 1e-12)[0]]
     assert metrics.fpr95(inside, outside, level) == pytest.approx(expected, abs=1e-12)
+
+
+def test_fpr95_at_the_lowest_level_lets_one_pass():
+    assert metrics.fpr95(torch.arange(5.0), torch.arange(5.0), level=1e-12) == 0.2
 
 
 def test_perfect_and_inverted_separation():
@@ -314,6 +327,12 @@ def test_interval_error_is_the_mean_gap_and_tells_honest_from_sure(generator):
     assert metrics.interval_error(0.2 * honest, y) > 0.3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_draws_cover_what_the_same_numbers_do(dtype, generator):
+    draws, targets = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((11, 50), (50,)))
+    assert metrics.coverage(draws, targets, 0.5) == metrics.coverage(draws.float(), targets.float(), 0.5)
+
+
 def test_coverage_includes_the_ends_of_the_interval():
     draws = torch.arange(5.0).unsqueeze(1).expand(5, 4)
     assert metrics.coverage(draws, torch.tensor([0.99, 1.0, 3.0, 3.01]), 0.5) == 0.5
@@ -341,6 +360,12 @@ def test_predictions_and_targets_of_different_shapes_are_refused():
 def test_mixture_nll_refuses_noise_that_is_not_positive(std):
     with pytest.raises(ValueError, match=r"scale|std"):
         metrics.mixture_nll(torch.zeros(2, 3), std, torch.zeros(3))
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (4, 2, 1)])
+def test_mixture_nll_refuses_noise_for_other_predictions(shape):
+    with pytest.raises(ValueError, match=r"std must be a number or a tensor that broadcasts to the shape \(2, 1\)"):
+        metrics.mixture_nll(torch.zeros(2, 1), torch.ones(shape), torch.zeros(1))
 
 
 def test_nothing_to_score_is_refused_rather_than_nan():

@@ -99,6 +99,17 @@ def test_entropy_histograms_reach_from_certain_to_undecided(predictions):
     assert heights == pytest.approx([0.0] * 9 + [10 / math.log(4)])
 
 
+@pytest.mark.parametrize("classes", [1, 7, 47])
+def test_entropy_histograms_hold_predictions_that_rounding_puts_beyond_the_last_bin(classes):
+    axes = plots.entropy_histograms({"even": torch.full((5, classes), 1 / classes)})
+    assert sum(bar.get_height() * bar.get_width() for bar in axes.patches) == pytest.approx(1.0)
+
+
+def test_confidence_histogram_holds_probabilities_that_rounding_puts_above_one():
+    axes = plots.confidence_histogram(torch.tensor([[1.00001, 0.0], [0.5, 0.5]]), torch.tensor([0, 1]))
+    assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("probs", [{}, {"a": torch.ones(2, 3) / 3, "b": torch.ones(2, 4) / 4}])
 def test_entropy_histograms_refuse_sets_that_cannot_be_compared(probs):
     with pytest.raises(ValueError, match=r"probs must be one or more of \(n, C\) with the same C, got"):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slangvi
+from slangvi import quadrature
 from slangvi.quadrature import normal_expectation, softplus_expectations
 
 integrate = pytest.importorskip("scipy.integrate")
@@ -84,6 +85,18 @@ def test_derivatives_by_mean_and_variance_are_the_higher_orders():
     torch.testing.assert_close(by_variance, 0.5 * curvature.detach())
 
 
+@pytest.mark.parametrize("variance", [0.5, 9.0])
+def test_a_first_call_in_inference_mode_does_not_spoil_later_gradients(variance):
+    quadrature._hermite.cache_clear()
+    quadrature._remainder.cache_clear()
+    spread = torch.tensor([variance])
+    with torch.inference_mode():
+        expected = softplus_expectations(torch.zeros(1), spread)[1].tolist()
+    mean = torch.zeros(1, requires_grad=True)
+    softplus_expectations(mean, spread, orders=3)[0].sum().backward()
+    assert mean.grad.tolist() == pytest.approx(expected)
+
+
 def test_single_precision_stays_single_and_whole_numbers_become_floats():
     value = softplus_expectations(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 30.0]))
     assert value.dtype is torch.float32
@@ -105,6 +118,10 @@ def test_a_wide_normal_gives_half_a_ramp_and_no_variance_gives_the_function():
 
 
 def test_bad_arguments_say_what_to_do():
+    with pytest.raises(TypeError, match="mean must be a tensor of real numbers, got float"):
+        softplus_expectations(0.0, torch.ones(()))
+    with pytest.raises(TypeError, match="variance must be a tensor of real numbers, got float"):
+        normal_expectation(torch.square, torch.zeros(()), 1.0)
     one = torch.ones(1)
     with pytest.raises(ValueError, match=r"variance must be ≥ 0, got -1\. Clamp"):
         normal_expectation(torch.sin, one, -one)
@@ -132,6 +149,18 @@ def test_bernoulli_expectations_equal_integrals(scale):
     assert likelihood.predictive_from_moments(m, v).item() == pytest.approx(
         integral(special.expit, mean, scale), rel=1e-12
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("variance", [0.0, 0.5, 4.0])
+def test_predictive_log_prob_is_not_cut_off_where_the_probability_underflows(dtype, variance):
+    mean = torch.tensor([-100.0, -2000.0], dtype=dtype, requires_grad=True)
+    got = slangvi.Bernoulli().predictive_log_prob(mean, torch.full_like(mean, variance), torch.ones(2))
+    # Far out σ(f) is eᶠ, whose expectation is e^(m + v/2); its lower bound has no v.
+    assert bool((got <= mean + variance / 2 + 1e-3).all())
+    assert bool((got >= mean - 1e-3).all())
+    (slope,) = torch.autograd.grad(got.sum(), mean)
+    assert slope.tolist() == pytest.approx([1.0, 1.0], rel=1e-3)
 
 
 def test_predictive_log_prob_is_finite_and_above_its_bound_far_out():

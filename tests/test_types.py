@@ -107,6 +107,12 @@ def test_the_hash_follows_all_that_is_compared():
     assert {spec: 1}[pickle.loads(pickle.dumps(spec))] == 1
 
 
+def test_the_hash_is_not_pickled_since_another_process_has_another():
+    spec = spec_of({"a": (1,)})
+    spec.__dict__["_hash"] = hash(spec) + 1  # as it would come from there
+    assert hash(pickle.loads(pickle.dumps(spec))) == hash(spec_of({"a": (1,)}))
+
+
 # ---- of_module ----
 
 

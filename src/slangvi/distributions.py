@@ -15,9 +15,9 @@ from torch.distributions import (
     constraints,
     register_kl,
 )
-from torch.distributions.utils import lazy_property
 
 from slangvi.linalg.dense import DensePrecision, factorize_dense
+from slangvi.linalg.kept import kept
 from slangvi.linalg.lowrank import LowRankPrecision, factorize
 from slangvi.types import ParamSpec
 
@@ -85,7 +85,7 @@ class LowRankPrecisionNormal(Distribution):
         new._validate_args = self._validate_args
         return new
 
-    @lazy_property
+    @kept
     def precision(self) -> LowRankPrecision:
         """The factorised precision: solve, sample, inverse diagonal, logdet."""
         return factorize(self.prec_factor.mT, self.prec_diag)
@@ -100,17 +100,17 @@ class LowRankPrecisionNormal(Distribution):
         """μ, (..., P)."""
         return self.loc
 
-    @lazy_property
+    @kept
     def variance(self) -> Tensor:
         """Diag of the covariance, (..., P)."""
         return self.precision.inv_diag()
 
-    @lazy_property
+    @kept
     def precision_matrix(self) -> Tensor:
         """UUᵀ + diag d, dense (..., P, P)."""
         return self.prec_factor @ self.prec_factor.mT + torch.diag_embed(self.prec_diag)
 
-    @lazy_property
+    @kept
     def covariance_matrix(self) -> Tensor:
         """(UUᵀ + diag d)⁻¹, dense (..., P, P)."""
         size = self.event_shape[0]
@@ -182,7 +182,7 @@ class DensePrecisionNormal(MultivariateNormal):
         super().expand(batch_shape, _instance=new)  # type: ignore[no-untyped-call]
         return new
 
-    @lazy_property
+    @kept
     def precision(self) -> DensePrecision:
         """The factorised precision: solve, sample, inverse diagonal, logdet."""
         return factorize_dense(self.precision_matrix)

@@ -50,8 +50,7 @@ class Categorical(Likelihood):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Log-softmax at the targets; outputs (M, ..., C), targets (M, ...)."""
         _check_tensors(outputs, targets)
-        if outputs.ndim < 2:
-            raise ValueError(f"outputs must have shape (M, ..., C), got {tuple(outputs.shape)}.")
+        _check_classes(outputs)
         check_labels(targets, outputs.shape[-1])
         if targets.shape != outputs.shape[:-1]:
             raise _shape_error(targets, tuple(outputs.shape[:-1]))
@@ -63,7 +62,8 @@ class Categorical(Likelihood):
         return _sum_but_first(values.where(index == labels, torch.nan) if capturing else values)
 
     def predictive(self, outputs: Tensor) -> Tensor:
-        """Softmax over the last dimension."""
+        """Softmax over the last dimension; outputs (M, ..., C)."""
+        _check_classes(outputs)
         return outputs.softmax(-1)
 
 
@@ -126,8 +126,8 @@ class Bernoulli(Likelihood):
             raise ValueError("targets must be 0 or 1, got other values. Code the classes as 0 and 1.")
         signed = torch.where(targets == 1, mean, -mean)
         softplus, probability = softplus_expectations(signed, variance, orders=2)
-        tiny = torch.finfo(probability.dtype).tiny
-        return torch.maximum(probability.clamp_min(tiny).log(), signed - softplus)
+        tiny, bound = torch.finfo(probability.dtype).tiny, signed - softplus
+        return torch.where(probability > tiny, torch.maximum(probability.clamp_min(tiny).log(), bound), bound)
 
 
 class Gaussian(Likelihood):
@@ -177,6 +177,15 @@ def _check_tensors(outputs: Tensor, targets: Tensor) -> None:
     _checks.tensors(outputs=outputs, targets=targets)
     if not outputs.is_floating_point():
         raise TypeError(f"outputs must be floating-point numbers, got dtype {outputs.dtype}. Convert with .float().")
+
+
+def _check_classes(outputs: Tensor) -> None:
+    """Outputs without a dimension of classes would be compared with those of other examples."""
+    if outputs.ndim < 2:
+        raise ValueError(
+            f"outputs must have shape (M, ..., C), got {tuple(outputs.shape)}. For one output per example take the "
+            "likelihood 'bernoulli' (two classes) or 'gaussian'."
+        )
 
 
 def check_labels(targets: Tensor, num_classes: int) -> None:

@@ -90,7 +90,7 @@ def reliability(probs: Tensor, labels: Tensor, bins: int = 15) -> Reliability:
         confidence.new_zeros(bins).index_add_(0, place, value)
         for value in (torch.ones_like(confidence), confidence, (predicted == labels).double())
     )
-    return Reliability((sure / size).to(probs.dtype), (right / size).to(probs.dtype), size.long())
+    return Reliability(_like(probs, sure / size), _like(probs, right / size), size.long())
 
 
 def ece(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
@@ -147,7 +147,7 @@ def mutual_information(probs: Tensor) -> Tensor:
         raise ValueError(f"probs must be (S, ..., C) with S ≥ 1 draws in front, got {tuple(probs.shape)}.")
     exact = probs.double()
     found = predictive_entropy(exact.mean(0)) - predictive_entropy(exact).mean(0)
-    return found.clamp_min(0.0).to(probs.dtype)
+    return _like(probs, found.clamp_min(0.0))
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
@@ -188,7 +188,7 @@ def fpr95(inside: Tensor, outside: Tensor, level: float = 0.95) -> float:
     """
     known, strange = _scores(inside, outside)
     level = _checks.number("level", level, 0.0, 1.0, closed="high")
-    needed = math.ceil(round(level * len(known), 9))  # 0.95 · 100 is a little more than 95
+    needed = max(1, math.ceil(round(level * len(known), 9)))  # 0.95 · 100 is a little more than 95
     bar = known.sort().values[needed - 1]
     return float((strange <= bar).double().mean())
 
@@ -233,7 +233,7 @@ def risk_coverage(probs: Tensor, labels: Tensor, uncertainty: Tensor | None = No
     wrong = (torch.zeros_like(sizes, dtype=wrong.dtype).index_add_(0, group, wrong) / sizes)[group]
     answered = torch.arange(1, len(labels) + 1, dtype=torch.float64, device=wrong.device)
     risk = wrong.cumsum(0) / answered
-    return RiskCoverage((answered / len(labels)).to(probs.dtype), risk.to(probs.dtype), float(risk.mean()))
+    return RiskCoverage(_like(probs, answered / len(labels)), _like(probs, risk), float(risk.mean()))
 
 
 # ---- regression ----
@@ -258,8 +258,14 @@ def mixture_nll(means: Tensor, std: float | Tensor, targets: Tensor) -> float:
         0.9189
     """
     _same_shape(_one_of(means), targets)
+    scale = torch.as_tensor(std, dtype=torch.float64, device=means.device)
+    try:
+        scale = scale.expand(means.shape)
+    except RuntimeError as error:
+        shapes = f"{tuple(means.shape)} of means, got shape {tuple(scale.shape)}"
+        raise ValueError(f"std must be a number or a tensor that broadcasts to the shape {shapes}.") from error
     # Asked for by name, since torch.compile turns torch's own checks off for the whole process.
-    normal = torch.distributions.Normal(means.double(), torch.as_tensor(std, dtype=torch.float64), validate_args=True)
+    normal = torch.distributions.Normal(means.double(), scale, validate_args=True)
     logs = normal.log_prob(targets.double()).reshape(len(means), len(targets), -1).sum(-1)
     return float(-(logs.logsumexp(0) - math.log(len(means))).mean())
 
@@ -278,8 +284,9 @@ def coverage(draws: Tensor, targets: Tensor, level: float) -> float:
     """
     _same_shape(_one_of(draws), targets)
     level = _checks.number("level", level, 0.0, 1.0)
-    tails = torch.tensor([0.5 - level / 2, 0.5 + level / 2], dtype=draws.dtype, device=draws.device)
-    low, high = torch.quantile(draws, tails, dim=0)
+    wide = draws.to(torch.promote_types(draws.dtype, torch.float32))  # torch has no quantiles of half precision
+    tails = torch.tensor([0.5 - level / 2, 0.5 + level / 2], dtype=wide.dtype, device=wide.device)
+    low, high = torch.quantile(wide, tails, dim=0)
     return float(((targets >= low) & (targets <= high)).double().mean())
 
 
@@ -321,6 +328,11 @@ def _check_probs(probs: Tensor) -> None:
     _checks.tensors(probs=probs)
     if not bool(((probs >= 0) & (probs <= 1 + 1e-4)).all()):
         raise ValueError("probs must lie in [0, 1], got values outside or NaN. Pass probabilities, not logits.")
+
+
+def _like(probs: Tensor, found: Tensor) -> Tensor:
+    """In the dtype of the probabilities, unless these are whole numbers, as votes of single draws are."""
+    return found.to(probs.dtype if probs.is_floating_point() else torch.get_default_dtype())
 
 
 def _scores(*scores: Tensor) -> tuple[Tensor, ...]:

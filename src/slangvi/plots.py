@@ -58,7 +58,7 @@ def confidence_histogram(
         ax: axes to draw on; None makes new ones.
         label: of the bars in a legend.
     """
-    right, sure = metrics.accuracy(probs, labels), probs.double().max(-1).values
+    right, sure = metrics.accuracy(probs, labels), probs.double().max(-1).values.clamp_max(1.0)
     ax = _axes(ax)
     edges = torch.linspace(0, 1, _checks.count("bins", bins) + 1).tolist()
     ax.hist(_listed(sure), bins=edges, weights=[1 / len(labels)] * len(labels), alpha=0.6, label=label)
@@ -100,11 +100,13 @@ def entropy_histograms(probs: Mapping[str, Tensor], bins: int = 40, ax: Axes | N
     if not probs or len({each.shape[-1] for each in probs.values()}) != 1:
         shapes = {name: tuple(each.shape) for name, each in probs.items()}
         raise ValueError(f"probs must be one or more of (n, C) with the same C, got {shapes}.")
-    most = math.log(next(iter(probs.values())).shape[-1])
+    most = math.log(max(2, next(iter(probs.values())).shape[-1]))  # one class has no entropy at all
     edges = torch.linspace(0, most, _checks.count("bins", bins) + 1).tolist()
     ax = _axes(ax)
     for name, each in probs.items():
-        ax.hist(_listed(metrics.predictive_entropy(each)), bins=edges, density=True, alpha=0.5, label=name)
+        # Rounding may put even predictions beyond log C, where there is no bin.
+        inside = metrics.predictive_entropy(each).double().clamp(edges[0], edges[-1])
+        ax.hist(_listed(inside), bins=edges, density=True, alpha=0.5, label=name)
     ax.set(xlabel="predictive entropy, nats", ylabel="density", xlim=(0, most))
     return _finished(ax, "names")
 

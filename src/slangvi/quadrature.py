@@ -91,6 +91,7 @@ def softplus_expectations(mean: Tensor, variance: Tensor, orders: int = 3) -> Te
 
 
 def _moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    _checks.tensors(mean=mean, variance=variance)
     if bool((variance < 0).any()):
         raise ValueError(
             f"variance must be ≥ 0, got {float(variance.min()):g}. Clamp it where rounding made it negative."
@@ -109,7 +110,8 @@ def _hermite(nodes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tens
             f"nodes must be at most 200, got {nodes}: the outer weights are zero in floating point anyway."
         )
     points, weights = np.polynomial.hermite_e.hermegauss(nodes)
-    return torch.from_numpy(points).to(device, dtype), torch.from_numpy(weights / weights.sum()).to(device, dtype)
+    with torch.inference_mode(False):  # kept for callers that want gradients
+        return torch.from_numpy(points).to(device, dtype), torch.from_numpy(weights / weights.sum()).to(device, dtype)
 
 
 def _narrow(mean: Tensor, variance: Tensor, orders: int) -> Tensor:
@@ -127,10 +129,11 @@ def _on_grid(mean: Tensor, variance: Tensor, orders: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _remainder(orders: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Grid f_j (J,), and step · [ζ⁽ᵏ⁾ − π⁽ᵏ⁾] there (J, orders), which do not depend on m and v."""
-    grid = torch.arange(-_REACH, _REACH + _STEP / 2, _STEP, dtype=torch.float64, device="cpu")
-    probit = _probit_derivatives(grid, torch.full_like(grid, _PROBIT_VARIANCE), orders)
-    values = _STEP * (_softplus_derivatives(grid, orders) - probit)
-    return grid.to(device, dtype), values.T.contiguous().to(device, dtype)
+    with torch.inference_mode(False):  # kept for callers that want gradients
+        grid = torch.arange(-_REACH, _REACH + _STEP / 2, _STEP, dtype=torch.float64, device="cpu")
+        probit = _probit_derivatives(grid, torch.full_like(grid, _PROBIT_VARIANCE), orders)
+        values = _STEP * (_softplus_derivatives(grid, orders) - probit)
+        return grid.to(device, dtype), values.T.contiguous().to(device, dtype)
 
 
 def _softplus_derivatives(f: Tensor, orders: int) -> Tensor:

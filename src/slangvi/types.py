@@ -49,6 +49,10 @@ class ParamSpec:
         """Computed once: a layout is looked up several times a step."""
         return hash((self.names, self.shapes, self.aliases))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has other hashes of the same strings.
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     @classmethod
     def of(cls, params: Params) -> ParamSpec:
         """Layout of a dict of tensors, in its own order."""

@@ -149,6 +149,25 @@ def test_models_that_vmap_cannot_follow_go_row_by_row():
         torch.testing.assert_close(found.covariance[k : k + 1], covariance, rtol=1e-9, atol=1e-12)
 
 
+class Scaled(nn.Module):
+    """A layer times a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2).double(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x)
+
+
+def test_parameters_without_dimensions_are_no_reason_to_go_row_by_row(monkeypatch):
+    model = Scaled()
+    q = low_rank(model)
+    monkeypatch.delattr("slangvi.predict._jacobians.Jacobians._row_by_row")
+    found = linearised_predictive(model, q, X)
+    torch.testing.assert_close(found.covariance, by_definition(model, q, X)[1])
+
+
 def test_tied_weights_and_sequences():
     model = GPT().double()
     q, ids = low_rank(model), torch.arange(8).reshape(2, 4) % 7
@@ -273,6 +292,18 @@ def test_covariances_without_full_rank_can_be_drawn_from():
     q = LowRankPrecisionNormal(torch.zeros(9, dtype=torch.float64), tied, torch.full((9,), 1e-3, dtype=torch.float64))
     found = linearised_predictive(model, q, X, link="mc", n_samples=10, generator=seeded())
     assert bool(torch.isfinite(found.probs).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_posteriors_can_be_drawn_from(dtype):
+    model, n_samples = nn.Linear(3, 2).to(dtype), 600
+    q = low_rank(nn.Linear(3, 2))
+    half = LowRankPrecisionNormal(q.loc.to(dtype), q.prec_factor.to(dtype), q.prec_diag.to(dtype))
+    found = linearised_predictive(model, half, X.to(dtype), link="mc", n_samples=n_samples, generator=seeded(0))
+    noise = [torch.randn(2, generator=source) for source in [seeded(0)] for _ in range(n_samples)]
+    root = torch.linalg.cholesky(found.covariance.double())
+    draws = [(found.loc.double() + root @ one.double()).softmax(-1) for one in noise]
+    torch.testing.assert_close(found.probs, torch.stack(draws).mean(0).to(dtype))
 
 
 def test_one_logit_is_integrated_by_quadrature():

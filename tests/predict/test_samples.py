@@ -57,6 +57,13 @@ def test_predictive_samples_are_the_functional_ones_behind_the_link(likelihood, 
     torch.testing.assert_close(predictions, link(outputs), rtol=1e-12, atol=1e-12)
 
 
+def test_one_output_for_each_row_is_no_set_of_classes():
+    """Softmax over the rows would depend on which rows come together."""
+    model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    with pytest.raises(ValueError, match=r"outputs must have shape \(M, ..., C\)"):
+        predictive_samples(model, posterior_of(model), torch.zeros(4, 3))
+
+
 def test_classes_are_the_default_link():
     model = mlp()
     predictions = predictive_samples(model, posterior_of(model), X, 3)

@@ -33,6 +33,21 @@ def test_entropies_are_those_of_the_definition(shape, scale, seed):
     assert bool((found.total <= math.log(shape[2]) + 1e-12).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_draws_hardly_differ_in_is_not_lost_to_rounding(dtype):
+    step = 2.0**-12 if dtype is torch.float32 else 2.0**-5
+    draws = torch.tensor([[[0.25 + step, 0.75 - step]], [[0.25 - step, 0.75 + step]]]).to(dtype)
+    exact = entropy(draws.double().mean(0)[0].tolist()) - sum(entropy(p[0].tolist()) for p in draws.double()) / 2
+    found = decompose_uncertainty(draws)
+    assert found.epistemic.dtype is dtype
+    assert found.epistemic.item() == pytest.approx(exact, rel=torch.finfo(dtype).eps)
+
+
+def test_votes_as_whole_numbers_count_as_probabilities():
+    votes = torch.tensor([[[1, 0], [0, 1]], [[0, 1], [0, 1]]])
+    assert torch.equal(decompose_uncertainty(votes).epistemic, decompose_uncertainty(votes.float()).epistemic)
+
+
 def test_order_of_draws_and_rows_does_not_matter():
     probs = torch.randn(5, 4, 3, generator=seeded(), dtype=torch.float64).softmax(-1)
     whole = decompose_uncertainty(probs)

@@ -105,6 +105,28 @@ def test_padding_keeps_nesting_and_tells_lengths():
         replicas.pad([(torch.zeros(2), torch.zeros(3))])
 
 
+def test_padding_goes_by_names_and_not_by_their_order():
+    first, second = {"x": torch.ones(2), "y": torch.zeros(2)}, {"y": torch.zeros(1), "x": torch.ones(1)}
+    padded, counts = replicas.pad([first, second])
+    assert padded["x"].tolist() == [[1, 1], [1, 0]]
+    assert padded["y"].tolist() == [[0, 0], [0, 0]]
+    assert counts == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"y": torch.ones(2)}, {"x": torch.ones(2, 1)}, {"x": torch.ones(2, dtype=torch.long)}, (torch.ones(2),)],
+)
+def test_padding_refuses_batches_that_are_not_alike(others):
+    with pytest.raises(ValueError, match="batches must be nested alike, with tensors that differ in length only"):
+        replicas.pad([{"x": torch.ones(3)}, others])
+
+
+def test_padding_refuses_no_batches():
+    with pytest.raises(ValueError, match="batches must be one or more"):
+        replicas.pad([])
+
+
 def test_generators_on_different_devices_or_of_another_number_are_refused():
     state = replicas.init({"w": torch.zeros(2)}, 3, rank=1)
     with pytest.raises(ValueError, match="one for each of the 3 replicas on one device, got 2"):

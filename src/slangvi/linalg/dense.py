@@ -45,7 +45,7 @@ class DensePrecision:
             noise: ε, shape (*sample_shape, ..., P).
         """
         lead = noise.ndim + 1 - self.cholesky.ndim  # dimensions of samples, in front of those of the batch
-        columns = noise.reshape(-1, *noise.shape[lead:]).movedim(0, -1)
+        columns = noise.reshape(noise.shape[:lead].numel(), *noise.shape[lead:]).movedim(0, -1)
         drawn: Tensor = torch.linalg.solve_triangular(self.cholesky.mT, columns, upper=True)
         return drawn.movedim(-1, 0).reshape(noise.shape)
 

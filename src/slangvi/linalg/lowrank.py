@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
+from slangvi.linalg.kept import kept
 from slangvi.linalg.noise import standard_normal
 
 __all__ = ["LowRankPrecision", "factorize", "matmul"]
@@ -32,6 +32,10 @@ _MOST_BLOCKS = 128
 _LONG_ROUNDING = 3e-7
 # Entries of long rows that one block of a GPU multiplies.
 _CHUNK = 1 << 10
+_ONCE = (
+    "draws of a low-rank precision can be differentiated once, not twice. Take second derivatives of log_prob, entropy "
+    "or KL, or draw from DensePrecisionNormal."
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class LowRankPrecision:
     gram: Tensor
     cholesky: Tensor
 
-    @cached_property
+    @kept
     def shrink(self) -> Tensor:
         """d^(−½), (..., P). V = diag(d)^(−1/2) U is never formed: it would be a second factor to hold and to write."""
         return self.diag.rsqrt()
@@ -95,7 +99,7 @@ class LowRankPrecision:
         rooted = self._rooted(_contract(self.factor, white * self.shrink))
         return torch.addcmul(white, _lift(self.factor, rooted), self.shrink)
 
-    @cached_property
+    @kept
     def spectrum(self) -> tuple[Tensor, Tensor]:
         """√(1+s) and Q of VᵀV = Q diag(s) Qᵀ, without gradient."""
         if self.gram.shape[-1] == 1:  # needs no library, and waits for no device
@@ -112,7 +116,7 @@ class LowRankPrecision:
         """Draws of shape (*sample_shape, ..., P) around `loc`, or around zero."""
         noise = standard_normal((*sample_shape, *self.diag.shape), self.diag, generator)
         alike = self.factor.ndim == self.diag.ndim + 1 and noise.ndim > 1
-        if self.factor.requires_grad or self.diag.requires_grad or not alike:
+        if not (alike and _plain(self.factor) and _plain(self.diag)):
             drawn = self.transform_noise(noise)
             return drawn if loc is None else loc + drawn
         # The same without a temporary for every step on the way.
@@ -124,7 +128,7 @@ class LowRankPrecision:
     def _rooted(self, inner: Tensor) -> Tensor:
         """c(VᵀV) y for y of shape (..., L)."""
         double = inner.to(torch.float64)
-        if self.gram.requires_grad or inner.requires_grad:
+        if self.gram.shape[-1] and not _plain(self.gram):
             found: Tensor = _InverseRoot.apply(self.gram, double, *self.spectrum)  # type: ignore[no-untyped-call]
         else:
             roots, vectors = self.spectrum
@@ -233,22 +237,65 @@ class _InverseRoot(torch.autograd.Function):
     b = √(1+s_j), (c_i − c_j)/(s_i − s_j) = [1/(ab) − 1/((1+a)(1+b))]/(a+b).
     """
 
-    @staticmethod
-    def forward(ctx: Any, gram: Tensor, y: Tensor, roots: Tensor, vectors: Tensor) -> Tensor:
-        turned = _turn(vectors.mT, y)
-        ctx.save_for_backward(turned, roots, vectors)
-        ctx.gram_shape = gram.shape
-        return _turn(vectors, _damped(turned, roots))
+    generate_vmap_rule = True
 
     @staticmethod
-    @once_differentiable
+    def forward(gram: Tensor, y: Tensor, roots: Tensor, vectors: Tensor) -> Tensor:
+        return _turn(vectors, _damped(_turn(vectors.mT, y), roots))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        turned, roots, vectors = ctx.saved_tensors
-        grad = _turn(vectors.mT, grads[0])
-        a, b = roots.unsqueeze(-1), roots.unsqueeze(-2)
-        slopes = (1.0 / (a * b) - 1.0 / ((1.0 + a) * (1.0 + b))) / (a + b)
-        inner = slopes * (grad.unsqueeze(-1) * turned.unsqueeze(-2)).sum_to_size(ctx.gram_shape)
-        return vectors @ inner @ vectors.mT, _turn(vectors, _damped(grad, roots)), None, None
+        gram, y, roots, vectors = ctx.saved_tensors
+        grad, turned = (_turn(vectors.mT, x) for x in (grads[0], y))
+        inner = _slopes(roots) * (grad.unsqueeze(-1) * turned.unsqueeze(-2)).sum_to_size(gram.shape)
+        by_gram, by_y = vectors @ inner @ vectors.mT, _turn(vectors, _damped(grad, roots))
+        if torch.is_grad_enabled():
+            by_gram, by_y = (_Final.apply(x, gram, y) for x in (by_gram, by_y))  # type: ignore[no-untyped-call]
+        return by_gram, by_y, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, gram: Tensor, y: Tensor, *rest: None) -> Tensor:
+        _, old, roots, vectors = ctx.saved_tensors
+        inner = _slopes(roots) * (vectors.mT @ gram @ vectors)
+        return _turn(vectors, _turn(inner, _turn(vectors.mT, old)) + _damped(_turn(vectors.mT, y), roots))
+
+
+class _Final(torch.autograd.Function):
+    """A derivative whose own derivative is refused.
+
+    Torch's `once_differentiable` is passed over where `torch.autograd.grad` is told by what to differentiate: the graph
+    does not lead from its error to there. Here it does, through `gram` and `y`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, gram: Tensor, y: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(_ONCE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+        raise NotImplementedError(_ONCE)
+
+
+def _slopes(roots: Tensor) -> Tensor:
+    """Divided differences of c, (..., L, L), given √(1+s)."""
+    a, b = roots.unsqueeze(-1), roots.unsqueeze(-2)
+    slopes: Tensor = (1.0 / (a * b) - 1.0 / ((1.0 + a) * (1.0 + b))) / (a + b)
+    return slopes
 
 
 def _damped(turned: Tensor, roots: Tensor) -> Tensor:
@@ -313,7 +360,9 @@ def _gram_of_long_rows(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 def _plain(x: Tensor) -> bool:
     """Neither autograd nor vmap watches, so that results may be written in place."""
-    return not (x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x))
+    if x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return forward_ad.unpack_dual(x).tangent is None
 
 
 def column_squares(rows: Tensor) -> Tensor:

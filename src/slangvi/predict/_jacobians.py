@@ -73,7 +73,7 @@ class Jacobians:
         pieces, means = both(self._params, x)
         whole = self._loc.new_empty(len(means), self.num_outputs, self.spec.num_params)
         for name, place in self.spec.slices.items():
-            whole[..., place] = pieces.pop(name).flatten(2)
+            whole[..., place] = pieces.pop(name).reshape(len(means), self.num_outputs, -1)
         return means, whole
 
     def _row_by_row(self, x: Any) -> tuple[Tensor, Tensor]:

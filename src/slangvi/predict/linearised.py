@@ -216,12 +216,14 @@ def _by_draws(
     generator: torch.Generator | None,
 ) -> Tensor:
     """The link averaged over draws of the outputs; the same noise for every row, whatever their order."""
-    root = _cholesky(covariance)
-    total = mean.new_zeros(())
+    # In half precision torch has no Cholesky factors, and a sum of many draws would stand still.
+    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
+    root = _cholesky(covariance.to(wide.dtype))
+    total = wide.new_zeros(())
     for _ in range(draws):
-        noise = standard_normal(mean.shape[1:], mean, generator)
-        total = total + kind.predictive((mean + root @ noise).reshape(shape))
-    return total / draws
+        noise = standard_normal(wide.shape[1:], wide, generator)
+        total = total + kind.predictive((wide + root @ noise).reshape(shape))
+    return (total / draws).to(mean.dtype)
 
 
 def _cholesky(covariance: Tensor) -> Tensor:

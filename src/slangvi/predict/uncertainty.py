@@ -99,9 +99,11 @@ def _of_means(samples: Tensor, noise: Tensor) -> Uncertainty:
 def _of_probabilities(probs: Tensor) -> Uncertainty:
     if not bool(((probs >= 0) & (probs <= 1 + 1e-4)).all()):
         raise ValueError("samples must be probabilities in [0, 1], got values outside or NaN. Use predictive_samples.")
-    total, aleatoric = _entropy(probs.mean(0)), _entropy(probs).mean(0)
+    dtype = probs.dtype if probs.is_floating_point() else torch.get_default_dtype()
+    exact = probs.double()  # the difference of two entropies may be far smaller than either
+    total, aleatoric = _entropy(exact.mean(0)), _entropy(exact).mean(0)
     # Entropy is concave, so the difference is negative by rounding only.
-    epistemic = (total - aleatoric).clamp_min(0.0)
+    aleatoric, epistemic = aleatoric.to(dtype), (total - aleatoric).clamp_min(0.0).to(dtype)
     return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
 
 

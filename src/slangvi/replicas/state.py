@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal, kl_divergence
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from slangvi import _checks
 from slangvi._flat import state_dtype
@@ -287,6 +287,17 @@ def pad(batches: Sequence[Any]) -> tuple[Any, list[int]]:
         (tensor([[1, 2], [3, 0]]), [2, 1])
     """
     counts = [batch_size(batch) for batch in batches]
-    flat, structures = zip(*(tree_flatten(batch) for batch in batches), strict=True)
-    leaves = [nn.utils.rnn.pad_sequence(list(parts), batch_first=True) for parts in zip(*flat, strict=True)]
-    return tree_unflatten(leaves, structures[0]), counts
+    if not counts:
+        raise ValueError("batches must be one or more, one for each replica, got none.")
+    try:  # by name, not by place: dicts may hold the same names in another order
+        return tree_map(lambda *parts: _padded(parts), *batches), counts
+    except ValueError as error:
+        raise ValueError(f"batches must be nested alike, with tensors that differ in length only: {error}") from error
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors (M, ...) of several lengths as one (K, M, ...)."""
+    kinds = {(part.dtype, *part.shape[1:]) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"got dtypes and shapes {sorted(map(str, kinds))}.")
+    return nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
