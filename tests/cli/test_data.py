@@ -41,7 +41,7 @@ def server(cache, monkeypatch):
     content = Content(1, {-1: 30, 1: 30}, digest(parse(TEXT, 1)))
     with serving() as running:
         for table in (LIBSVM, UCI, IMAGES):
-            for name in list(table):
+            for name in reversed(list(table)):  # the last to go comes back first, and the order is the old one
                 monkeypatch.delitem(table, name)
         for name in ("tiny", "small"):
             file = File(f"libsvm/{name}_scale", name, (running.put(f"/{name}", TEXT),), 10_000, check=content.check)
