@@ -104,7 +104,7 @@ def test_new_tables_may_have_other_columns_orders_and_levels(place, tmp_path):
     new.write_text("colour;town;size\nred;Genf;100\nblue;Bern;\n", encoding="utf-8")
     result = invoke("predict", place / "houses", new, "--out", tmp_path / "pred.csv")
     assert result.exit_code == 0
-    assert "'town': 1 of 2 cells are missing or of a level not seen before" in result.output
+    assert "'town': 1 of 2 cells are missing or of no level that the model knows" in result.output
     assert len(rows_of((tmp_path / "pred.csv").read_text(encoding="utf-8"))) == 2
 
 

@@ -269,6 +269,19 @@ def test_column_names_are_kept():
 # ---- nothing else changes ----
 
 
+def dropping(features: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, outputs))
+
+
+def test_dropout_in_a_module_draws_from_the_seed_too(global_rng_untouched):
+    first, second, other = (classifier(module=dropping, random_state=seed) for seed in (0, 0, 1))
+    torch.testing.assert_close(first.fit(X, NAMES).state_.loc, second.fit(X, NAMES).state_.loc, rtol=0, atol=0)
+    assert not torch.equal(first.state_.loc, other.fit(X, NAMES).state_.loc)
+    copied = pickle.loads(pickle.dumps(first))
+    first.partial_fit(X, NAMES)
+    torch.testing.assert_close(copied.partial_fit(X, NAMES).state_.loc, first.state_.loc, rtol=0, atol=0)
+
+
 def test_one_seed_gives_one_fit_and_touches_no_global_state(global_rng_untouched):
     numpy_before, threads = np.random.get_state()[1].copy(), torch.get_num_threads()
     with torch.no_grad():

@@ -27,18 +27,30 @@ def test_micro_batches_in_one_block_equal_one_large_batch(parts):
         assert_same(whole, pieces)
 
 
-def test_divided_losses_with_accumulation_steps_equal_one_large_batch():
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_divided_losses_with_accumulation_steps_equal_one_large_batch(reduction):
     whole, (model, x, y) = make(model_and_data()[0]), model_and_data()
-    pieces = make(model, accumulation_steps=3)
+    pieces = make(model, accumulation_steps=3, loss_reduction=reduction)
     for _ in range(3):
         with whole.sampled_params(train=True):
             F.cross_entropy(whole.model(x), y).backward()
         whole.step()
         with pieces.sampled_params(train=True):
             for a, b in zip(x.split(4), y.split(4), strict=True):
-                (F.cross_entropy(model(a), b) / 3).backward()
+                (F.cross_entropy(model(a), b, reduction=reduction) / 3).backward()
         pieces.step()
         assert_same(whole, pieces)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_fit_told_does_not_depend_on_what_the_loss_was_divided_by(reduction):
+    fits = []
+    for divisor in (1, 3):
+        model, x, y = model_and_data()
+        opt = make(model, accumulation_steps=divisor, loss_reduction=reduction)
+        opt.step(lambda: backward(F.cross_entropy(model(x), y, reduction=reduction) / divisor))  # noqa: B023 - called here
+        fits.append(opt.info.expected_log_likelihood)
+    assert math.isclose(*fits, rel_tol=1e-12)
 
 
 def test_trainer_style_accumulation_counts_every_row():

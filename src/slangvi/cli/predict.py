@@ -88,6 +88,8 @@ def _tell(model: Model, table: Table, out: Path, quiet: bool, json: bool) -> Non
         click.echo(json_text.dumps(told, indent=2))
     elif not quiet:
         for name, count in unusual.items():
-            click.echo(f"{name!r}: {count} of {len(table)} cells are missing or of a level not seen before", err=True)
+            click.echo(
+                f"{name!r}: {count} of {len(table)} cells are missing or of no level that the model knows", err=True
+            )
         if str(out) != "-":
             click.echo(f"Predictions: {out}, {len(table)} rows", err=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slangvi import _checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.estimators._data import Array, Scale
-from slangvi.estimators._network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp
+from slangvi.estimators._network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.estimators._noise import Noise
 from slangvi.estimators._training import Patience, Recipe, Rows, Training, lean
 from slangvi.methods import slang
@@ -122,9 +122,12 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         generators = self._generators()
         whole = self._rows(X, y, weights, generators[0], not go_on)
         rows, held = self._split(whole, generators[0]) if self.early_stopping else (whole, None)
-        training = self._training(rows, recipe, go_on)
         patience = None if held is None else Patience(self._loss_on(held), self.tol, self.n_iter_no_change)
-        losses = training.run(rows, self.max_iter, generators, falling=True, patience=patience, report=self._report())
+        with seeded(generators[0], self.device):
+            training = self._training(rows, recipe, go_on)
+            losses = training.run(
+                rows, self.max_iter, generators, falling=True, patience=patience, report=self._report()
+            )
         self.loss_curve_ = losses
         self.n_iter_ = len(losses)
         self.n_samples_seen_ = whole.total
@@ -137,10 +140,11 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         X, y, weights = self._validated(X, y, sample_weight, first, options)
         generators = self._generators()
         rows = self._rows(X, y, weights, generators[0], first)
-        training = self._training(rows, recipe, not first)
         seen = getattr(self, "n_samples_seen_", 0.0) + rows.total
         num_data = seen if self.num_data is None else float(self.num_data)
-        losses = training.run(rows, 1, generators, falling=False, num_data=num_data, report=self._report())
+        with seeded(generators[0], self.device):
+            training = self._training(rows, recipe, not first)
+            losses = training.run(rows, 1, generators, falling=False, num_data=num_data, report=self._report())
         self.n_samples_seen_ = seen
         self.loss_curve_ = [*getattr(self, "loss_curve_", []), *losses]
         self.n_iter_ = len(self.loss_curve_)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from numbers import Integral
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from slangvi import _checks
 
-__all__ = ["ACTIVATIONS", "check_outputs", "input_dtype", "layer_sizes", "made_module", "mlp"]
+__all__ = ["ACTIVATIONS", "check_outputs", "input_dtype", "layer_sizes", "made_module", "mlp", "seeded"]
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -90,6 +91,23 @@ def made_module(given: Any, num_features: int, num_outputs: int, generator: torc
     if not isinstance(made, nn.Module):
         raise TypeError(f"module must make a torch.nn.Module, got {type(made).__name__} from it.")
     return made
+
+
+@contextmanager
+def seeded(generator: torch.Generator, device: str | torch.device) -> Iterator[None]:
+    """What a module draws by itself inside the block, as dropout does, depends on `generator`; no global source moves.
+
+    Args:
+        generator: whose seed counts; nothing is drawn from it.
+        device: where the module is.
+    """
+    place, seed = torch.device(device), 2**31 + generator.initial_seed()  # no other source has a seed this large
+    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if place.type == "cuda":
+            with torch.cuda.device(place):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 def input_dtype(module: nn.Module) -> torch.dtype:

@@ -17,9 +17,8 @@ __all__ = ["amplification", "expected_log_likelihood", "loss_alone", "mean_loss"
 
 def unscaled(group: RowGroup, settings: Settings) -> RowGroup:
     """Gradients of each example's own loss, whatever the batch's loss was divided by."""
-    if settings.loss_reduction == "sum":
-        return group
-    return group.scaled(float(group.num_rows * settings.accumulation_steps))
+    divisor = settings.accumulation_steps * (group.num_rows if settings.loss_reduction == "mean" else 1)
+    return group if divisor == 1 else group.scaled(float(divisor))
 
 
 def amplification(attributes: Mapping[str, Any]) -> tuple[float, bool]:
@@ -65,10 +64,8 @@ def expected_log_likelihood(losses: list[Any], num_rows: int, settings: Settings
         num_rows: examples at draws that the losses are of.
         settings: say what the losses were divided by.
     """
-    mean = float(sum(losses)) / len(losses) * settings.accumulation_steps
-    if settings.loss_reduction == "sum":
-        mean = float(sum(losses)) / num_rows
-    return -settings.num_data * mean
+    count = len(losses) if settings.loss_reduction == "mean" else num_rows
+    return -settings.num_data * settings.accumulation_steps * float(sum(losses)) / count
 
 
 def loss_alone(closure: Callable[[], Any]) -> Any:
