@@ -290,6 +290,7 @@ def test_covariances_in_float32_keep_their_digits_under_a_large_factor():
         narrow.covariance_matrix.double(), doubled(narrow).covariance_matrix, rtol=1e-5, atol=1e-12
     )
 
+
 DENSE = {
     "lowrank": (lambda: make((3,), 2, seed=1), dense),
     "lowrank rank 0": (lambda: make((3,), 0, seed=1), dense),

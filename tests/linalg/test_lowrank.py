@@ -430,12 +430,12 @@ def test_quadratic_forms_of_the_inverse_keep_their_digits_under_a_large_factor(s
     torch.testing.assert_close(batch.double(), expected.unsqueeze(1).expand(-1, 2), rtol=1e-6, atol=0)
 
 
-def test_variances_in_float32_are_alive_for_equal_columns_of_any_size(generator):
-    row = torch.randn(1, 6, generator=generator)
-    factor, diag = row.expand(4, 6) * 1e16, torch.ones(6)
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e12, 1e16])
+def test_variances_in_float32_are_right_for_equal_columns_of_any_size(size):
+    row = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
     unit = (row / row.norm()).squeeze(0)
-    found = factorize(factor, diag).inv_diag()
-    torch.testing.assert_close(found, 1 - unit.square(), rtol=1e-5, atol=1e-5)
+    found = factorize(row.expand(4, 6) * size, torch.ones(6)).inv_diag()
+    torch.testing.assert_close(found, 1 - unit.square(), rtol=1e-4, atol=1e-4)
 
 
 GRADIENT_POINTS = [("zero", 0.0), ("random", 2.0), ("repeated", 2.0), ("some zero", 1.0)]
