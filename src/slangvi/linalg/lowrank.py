@@ -176,13 +176,14 @@ class LowRankPrecision:
 
     def inv_quadratic(self, rows: Tensor) -> Tensor:
         """xᵀ (UUᵀ + diag d)⁻¹ x for x of shape (..., P), (...); the subtraction is in float64 for the same reason."""
-        whole, inner = 0.0, 0.0
+        whole, inner = [], []
         for part, (scaled, diag) in zip(rows.split(_LONG, -1), self._double_columns(), strict=True):
             white = part * diag.rsqrt()
-            whole, inner = whole + white.square().sum(-1), inner + _contract(scaled, white)
-        half = torch.linalg.solve_triangular(self._double_cholesky(), inner.unsqueeze(-1), upper=False)
-        found: Tensor = whole - half.square().sum((-2, -1))
-        return found.to(rows.dtype)
+            whole.append(white.square().sum(-1))
+            inner.append(_contract(scaled, white))
+        seen = torch.stack(inner).sum(0).unsqueeze(-1)
+        half: Tensor = torch.linalg.solve_triangular(self._double_cholesky(), seen, upper=False)
+        return (torch.stack(whole).sum(0) - half.square().sum((-2, -1))).to(rows.dtype)
 
     def _double_columns(self) -> Iterator[tuple[Tensor, Tensor]]:
         """V by rows and d in float64, for some columns at a time, (..., L, p) and (..., p)."""

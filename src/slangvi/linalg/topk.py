@@ -146,7 +146,8 @@ class Problem:
         lengths = torch.linalg.vector_norm(block, dim=0).clamp_min(torch.finfo(block.dtype).tiny)
         (a, b), rows = self._roots, self.combined(block / lengths)
         seen = rows if self._columns is None else rows * self._columns
-        return torch.cat([contract(self._old, rows) * a, self.gradients.mm(seen) * b]).to(torch.float64) * lengths
+        image = torch.cat([contract(self._old, rows) * a, self.gradients.mm(seen) * b]).to(torch.float64)
+        return image.mul_(lengths)
 
     def combined(self, vectors: Tensor) -> Tensor:
         """WᵀC for W given by its columns, (..., n, K) → (..., K, P)."""
