@@ -260,6 +260,37 @@ def test_constraints_name_every_parameter():
 
 # ---- KL ----
 
+
+def steep(size: int, rank: int, grown: float = 1.0) -> LowRankPrecisionNormal:
+    """Float32, with a factor whose squares are 1e6 times the diagonal."""
+    factor = torch.randn(size, rank, generator=torch.Generator().manual_seed(3)) * (1e6 / size) ** 0.5
+    return LowRankPrecisionNormal(torch.zeros(size), factor * grown, torch.ones(size) * grown)
+
+
+def doubled(q: LowRankPrecisionNormal) -> LowRankPrecisionNormal:
+    return LowRankPrecisionNormal(q.loc.double(), q.prec_factor.double(), q.prec_diag.double())
+
+
+def test_kl_in_float32_keeps_its_digits_under_a_large_factor():
+    """tr(U_pᵀ Σ_q U_p) is a few units, made of terms of 1e6."""
+    q, p = steep(200, 4), steep(200, 4, grown=1.1)
+    assert abs(float(kl_divergence(q, q))) < 1e-3
+    exact = kl_divergence(doubled(q), doubled(p))
+    torch.testing.assert_close(kl_divergence(q, p).double(), exact, rtol=1e-4, atol=0)
+
+
+def test_covariances_in_float32_keep_their_digits_under_a_large_factor():
+    q = steep(40, 4)
+    spanned = q.prec_factor.double()
+    found, exact = (spanned.mT @ c.double() @ spanned for c in (q.covariance_matrix, doubled(q).covariance_matrix))
+    # Rounding the result to float32 is all that is lost: ε times ‖U‖² = 4e6.
+    torch.testing.assert_close(found, exact, rtol=0, atol=0.2)
+    narrow = steep(6, 6)
+    torch.testing.assert_close(
+        narrow.covariance_matrix.double(), doubled(narrow).covariance_matrix, rtol=1e-5, atol=1e-12
+    )
+
+
 DENSE = {
     "lowrank": (lambda: make((3,), 2, seed=1), dense),
     "lowrank rank 0": (lambda: make((3,), 0, seed=1), dense),

@@ -114,9 +114,11 @@ class LowRankPrecisionNormal(Distribution):
     def covariance_matrix(self) -> Tensor:
         """(UUᵀ + diag d)⁻¹, dense (..., P, P)."""
         size = self.event_shape[0]
-        eye = torch.eye(size, dtype=self.loc.dtype, device=self.loc.device)
-        # One right-hand side per leading "sample" dimension: (P, ..., P).
-        columns = self.precision.solve(eye.reshape(size, *(1,) * len(self.batch_shape), size))
+        eye = torch.eye(size, dtype=torch.float64, device=self.loc.device)
+        # One right-hand side per leading "sample" dimension: (P, ..., P). In float64, since what a large factor leaves
+        # of a variance is small beside 1/d.
+        solved = self.precision.double.solve(eye.reshape(size, *(1,) * len(self.batch_shape), size))
+        columns = solved.to(self.loc.dtype)
         dense = columns.movedim(0, -1).expand(*self.batch_shape, size, size)
         return 0.5 * (dense + dense.mT)
 
@@ -271,7 +273,7 @@ def _matched(q: Any, p: Any) -> tuple[Any, Any]:
 def _kl_lowrank_lowrank(q: LowRankPrecisionNormal, p: LowRankPrecisionNormal) -> Tensor:
     q, p = _matched(q, p)
     directions = p.prec_factor.movedim(-1, 0)
-    trace = (p.prec_diag * q.variance).sum(-1) + (directions * q.precision.solve(directions)).sum((0, -1))
+    trace = (p.prec_diag * q.variance).sum(-1) + q.precision.inv_quadratic(directions).sum(0)
     quadratic = p._quadratic(q.loc - p.loc)
     return _gaussian_kl(trace, quadratic, q.event_shape[0], q.precision.logdet(), p.precision.logdet())
 

@@ -392,6 +392,52 @@ def test_factors_that_are_not_finite_give_nan_and_no_exception(bad, rank):
     assert not bool(unchecked.log_prob(torch.ones(5)).isfinite())
 
 
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize(("size", "rank"), [(6, 6), (6, 9), (20, 20), (20, 19)])
+def test_float32_keeps_its_digits_where_a_large_factor_spans_all_or_nearly_all(size, rank, batch, generator):
+    """1/d is 1e9 times what U leaves of it; taken away in float32 nothing but rounding would be left."""
+    factor, diag = torch.randn(*batch, rank, size, generator=generator) * 30, torch.full((*batch, size), 1e-5)
+    p, inverse = factorize(factor, diag), torch.linalg.inv(dense(factor, diag))
+    assert relative(columns_of(p), inverse) <= 1e-6
+    A = sampler_of(p).double()
+    assert relative(A @ A.mT, inverse) <= 1e-6
+    spanned = torch.randn(3, *batch, rank, generator=generator).unsqueeze(-2) @ factor
+    x = spanned.squeeze(-2)
+    expected = (inverse @ x.double().unsqueeze(-1)).squeeze(-1)
+    assert relative(p.solve(x), expected, (-1,)) <= 1e-5
+    assert p.solve(x).dtype is p.whiten(x).dtype is p.sample((2,), generator).dtype is torch.float32
+    squares = (x.double() * expected).sum(-1)
+    torch.testing.assert_close(p.whiten(x).double().square().sum(-1), squares, rtol=1e-5, atol=0)
+
+
+def test_narrow_draws_use_eigenvectors_that_were_put_there(generator):
+    factor, diag = torch.randn(4, 5, generator=generator), torch.ones(5)
+    p, noise = factorize(factor, diag), torch.randn(2, 5, generator=generator)
+    other = LowRankPrecision(factor, diag, torch.full((4, 4), math.nan), torch.full((4, 4), math.nan))
+    other.__dict__["spectrum"] = p.spectrum
+    assert torch.equal(other.transform_noise(noise), p.transform_noise(noise))
+
+
+@pytest.mark.parametrize("size", [40, (1 << 16) + 3])
+def test_quadratic_forms_of_the_inverse_keep_their_digits_under_a_large_factor(size, generator):
+    factor = torch.randn(3, size, generator=generator) * (1e6 / size) ** 0.5
+    factor, diag = factor * torch.tensor([[1.0], [0.1], [0.01]]), torch.rand(size, generator=generator) + 0.5
+    rows = torch.cat([factor, torch.randn(2, size, generator=generator)])
+    exact = factorize(factor.double(), diag.double())
+    expected = (rows.double() * exact.solve(rows.double())).sum(-1)
+    torch.testing.assert_close(factorize(factor, diag).inv_quadratic(rows).double(), expected, rtol=1e-6, atol=0)
+    batch = factorize(factor.expand(2, -1, -1), diag.expand(2, -1)).inv_quadratic(rows.unsqueeze(1))
+    torch.testing.assert_close(batch.double(), expected.unsqueeze(1).expand(-1, 2), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e12, 1e16])
+def test_variances_in_float32_are_right_for_equal_columns_of_any_size(size):
+    row = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
+    unit = (row / row.norm()).squeeze(0)
+    found = factorize(row.expand(4, 6) * size, torch.ones(6)).inv_diag()
+    torch.testing.assert_close(found, 1 - unit.square(), rtol=1e-4, atol=1e-4)
+
+
 GRADIENT_POINTS = [("zero", 0.0), ("random", 2.0), ("repeated", 2.0), ("some zero", 1.0)]
 
 
@@ -404,7 +450,7 @@ def test_gradients_pass_gradcheck(kind, norm, batch, rank):
 
     def everything(factor: Tensor, diag: Tensor) -> tuple[Tensor, ...]:
         p = factorize(factor, diag)
-        return p.transform_noise(noise), p.solve(noise), p.inv_diag(), p.logdet(), p.trace()
+        return p.transform_noise(noise), p.solve(noise), p.inv_diag(), p.inv_quadratic(noise), p.logdet(), p.trace()
 
     assert torch.autograd.gradcheck(everything, (factor, diag))
 

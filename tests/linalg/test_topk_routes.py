@@ -54,6 +54,19 @@ def truth(factor: Tensor, rows: Tensor, keep: float | Tensor, gain: float | Tens
 
 
 @pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("size", [1e-15, 1e8, 1e12])
+def test_every_route_takes_gradients_whose_squares_fit_the_dtype(route, size):
+    """Their fourth powers need not: products K (K X) are 1e60 in size here, or 1e-60."""
+    factor, kinds = operators(torch.float32, 0.8)
+    rows = kinds["dense"].form()
+    top = top_factor(factor * size, DenseGradients.from_rows(rows * size), 0.9, 0.5, route=route)
+    values, low = truth(factor, rows, 0.9, 0.5)
+    torch.testing.assert_close(top.spectrum.double() / size**2, values, rtol=1e-4, atol=0)
+    found = top.factor.double() / size
+    assert float((found.T @ found - low).norm() / low.norm()) <= 1e-4
+
+
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", ["dense", "factored"])
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

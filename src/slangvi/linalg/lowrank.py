@@ -30,6 +30,9 @@ _BLOCK = 8000
 _MOST_BLOCKS = 128
 # Relative rounding of their Gram, with room to spare.
 _LONG_ROUNDING = 3e-7
+# Up to so many parameters for each column of U products with it are in float64. They are short then, and there is
+# little that U does not span: what it takes away from a vector would leave nothing but the rounding of float32.
+_NARROW = 4
 # Entries of long rows that one block of a GPU multiplies.
 _CHUNK = 1 << 10
 _ONCE = (
@@ -65,6 +68,8 @@ class LowRankPrecision:
 
     def solve(self, rhs: Tensor) -> Tensor:
         """(UUᵀ + diag d)⁻¹ x = D⁻¹(x − U (I + VᵀV)⁻¹ Uᵀ D⁻¹x), D = diag d, for x of shape (..., P)."""
+        if self._is_narrow:
+            return self.double.solve(rhs.to(torch.float64)).to(rhs.dtype)
         inner = self._capacitance_solve(_contract(self.factor, rhs / self.diag))
         return (rhs - _lift(self.factor, inner)) / self.diag
 
@@ -79,6 +84,8 @@ class LowRankPrecision:
         Args:
             noise: ε, shape (..., P).
         """
+        if self._is_narrow:
+            return self._double_rooted.transform_noise(noise.to(torch.float64)).to(noise.dtype)
         white = noise * self.shrink
         rooted = self._rooted(_contract(self.factor, white))
         return torch.addcdiv(white, _lift(self.factor, rooted), self.diag)
@@ -95,6 +102,8 @@ class LowRankPrecision:
         Args:
             rows: x, shape (..., P).
         """
+        if self._is_narrow:
+            return self._double_rooted.whiten(rows.to(torch.float64)).to(rows.dtype)
         white = rows * self.shrink
         rooted = self._rooted(_contract(self.factor, white * self.shrink))
         return torch.addcmul(white, _lift(self.factor, rooted), self.shrink)
@@ -116,7 +125,7 @@ class LowRankPrecision:
         """Draws of shape (*sample_shape, ..., P) around `loc`, or around zero."""
         noise = standard_normal((*sample_shape, *self.diag.shape), self.diag, generator)
         alike = self.factor.ndim == self.diag.ndim + 1 and noise.ndim > 1
-        if not (alike and _plain(self.factor) and _plain(self.diag)):
+        if self._is_narrow or not (alike and _plain(self.factor) and _plain(self.diag)):
             drawn = self.transform_noise(noise)
             return drawn if loc is None else loc + drawn
         # The same without a temporary for every step on the way.
@@ -124,6 +133,23 @@ class LowRankPrecision:
         rooted = self._rooted(_contract(self.factor, white))
         white.addcdiv_(_lift(self.factor, rooted), self.diag)
         return white if loc is None else white.add_(loc)
+
+    @kept
+    def double(self) -> LowRankPrecision:
+        """The same in float64."""
+        factor, diag = self.factor.to(torch.float64), self.diag.to(torch.float64)
+        return LowRankPrecision(factor, diag, self.gram, self.cholesky)
+
+    @property
+    def _is_narrow(self) -> bool:
+        rank, size = self.factor.shape[-2:]
+        return size <= _NARROW * rank and self.diag.dtype != torch.float64
+
+    @property
+    def _double_rooted(self) -> LowRankPrecision:
+        """The same in float64, with the eigenvectors found here, or put here by others."""
+        self.double.__dict__.setdefault("spectrum", self.spectrum)
+        return self.double
 
     def _rooted(self, inner: Tensor) -> Tensor:
         """c(VᵀV) y for y of shape (..., L)."""
@@ -141,13 +167,23 @@ class LowRankPrecision:
         The subtraction loses as many digits as U dominates by, so that everything in it is in float64, some columns at
         a time; 1/diag(UUᵀ + diag d) bounds every entry from below.
         """
-        cholesky = self.cholesky if self.diag.dtype == torch.float64 else self._double_cholesky()
-        found = []
+        found, cholesky = [], self._double_cholesky()
         for scaled, diag in self._double_columns():
             half = torch.linalg.solve_triangular(cholesky, scaled, upper=False)
             left, floor = 1.0 - half.square().sum(-2), 1.0 / (1.0 + scaled.square().sum(-2))
             found.append((torch.maximum(left, floor) / diag).to(self.diag.dtype))
         return torch.cat(found, -1)
+
+    def inv_quadratic(self, rows: Tensor) -> Tensor:
+        """xᵀ (UUᵀ + diag d)⁻¹ x for x of shape (..., P), (...); the subtraction is in float64 for the same reason."""
+        whole, inner = [], []
+        for part, (scaled, diag) in zip(rows.split(_LONG, -1), self._double_columns(), strict=True):
+            white = part * diag.rsqrt()
+            whole.append(white.square().sum(-1))
+            inner.append(_contract(scaled, white))
+        seen = torch.stack(inner).sum(0).unsqueeze(-1)
+        half: Tensor = torch.linalg.solve_triangular(self._double_cholesky(), seen, upper=False)
+        return (torch.stack(whole).sum(0) - half.square().sum((-2, -1))).to(rows.dtype)
 
     def _double_columns(self) -> Iterator[tuple[Tensor, Tensor]]:
         """V by rows and d in float64, for some columns at a time, (..., L, p) and (..., p)."""
@@ -156,7 +192,9 @@ class LowRankPrecision:
             yield factor * diag.rsqrt().unsqueeze(-2), diag
 
     def _double_cholesky(self) -> Tensor:
-        """The factor of I + VᵀV for a V that was not rounded."""
+        """The factor of I + VᵀV for a V that was not rounded, as long ones are."""
+        if not _is_long(self.factor):
+            return self.cholesky
         gram: Tensor | float = sum(scaled @ scaled.mT for scaled, _ in self._double_columns())
         eye = torch.eye(self.factor.shape[-2], dtype=torch.float64, device=self.diag.device)
         whole: Tensor = torch.linalg.cholesky_ex(eye + gram).L

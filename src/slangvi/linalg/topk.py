@@ -142,9 +142,12 @@ class Problem:
         """K X in float64, (n, b), with K formed or not as the route says."""
         if self.route != "randomized":
             return self.matrix @ block
-        (a, b), rows = self._roots, self.combined(block)
+        # Columns of length one: those of K X, K² X, … need not fit float32 where K does.
+        lengths = torch.linalg.vector_norm(block, dim=0).clamp_min(torch.finfo(block.dtype).tiny)
+        (a, b), rows = self._roots, self.combined(block / lengths)
         seen = rows if self._columns is None else rows * self._columns
-        return torch.cat([contract(self._old, rows) * a, self.gradients.mm(seen) * b]).to(torch.float64)
+        image = torch.cat([contract(self._old, rows) * a, self.gradients.mm(seen) * b]).to(torch.float64)
+        return image.mul_(lengths)
 
     def combined(self, vectors: Tensor) -> Tensor:
         """WᵀC for W given by its columns, (..., n, K) → (..., K, P)."""
