@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import runpy
 import tomllib
 import warnings
@@ -189,6 +191,70 @@ def test_lightning_wrappers_leave_nothing_behind(tmp_path):
     wrapper.zero_grad()
     wrapper.discard_gradients()
     assert set(vars(wrapper)) == before
+
+
+def wrapped(params=slice(None)):
+    load("lightning_loop")
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    model = load("common").network()
+    opt = slangvi.SLANG(model, list(model.parameters())[params], num_data=240, rank=2)
+    return model, opt, LightningOptimizer(opt)
+
+
+def one_step(model, opt):
+    with opt.sampled_params(train=True):
+        F.cross_entropy(model(torch.randn(6, 10)), torch.arange(6) % 3).backward()
+    opt.step()
+
+
+def test_lightning_wrappers_tell_what_the_optimizer_does():
+    model, opt, wrapper = wrapped()
+    steps = []
+    slangvi.track(wrapper, lambda numbers, step: steps.append(step))
+    assert wrapper.info is None
+    one_step(model, opt)
+    assert wrapper.info is opt.info
+    assert wrapper.rank == 2
+    assert steps == [1]
+
+
+@pytest.mark.parametrize("way", ["state_dict", "file"])
+def test_lightning_wrappers_save_and_load_the_optimizer(way, tmp_path):
+    model, opt, wrapper = wrapped()
+    one_step(model, opt)
+    before, inside = opt._state, set(vars(wrapper))
+    if way == "file":
+        slangvi.save(tmp_path / "run.safetensors", wrapper)
+    else:
+        saved = wrapper.state_dict()
+    one_step(model, opt)
+    if way == "file":
+        slangvi.load(tmp_path / "run.safetensors", wrapper)
+        slangvi.load(tmp_path / "run.safetensors", slangvi.SLANG(load("common").network(), num_data=240, rank=2))
+    else:
+        wrapper.load_state_dict(saved)
+    assert opt._state.step == 1
+    assert torch.equal(opt._state.loc, before.loc)
+    assert set(vars(wrapper)) == inside
+
+
+def test_lightning_wrappers_add_parameters_to_the_optimizer():
+    model, opt, wrapper = wrapped(slice(2, None))
+    one_step(model, opt)
+    wrapper.add_param_group({"params": list(model[0].parameters())})
+    assert opt.posterior.event_shape == wrapper.posterior.event_shape == (10 * 32 + 32 + 32 * 3 + 3,)
+    one_step(model, opt)
+    assert opt.info.step == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_a_copy_of_a_lightning_wrapper_is_an_optimizer(copied):
+    model, opt, wrapper = wrapped()
+    one_step(model, opt)
+    twin = copied(wrapper)
+    assert type(twin) is slangvi.SLANG
+    assert_identical(opt, twin)
 
 
 # ---- Accelerate

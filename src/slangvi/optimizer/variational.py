@@ -31,7 +31,7 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
     The model's parameters hold the mean except inside `sampled_params`.
     """
 
-    info: InfoT | None = None  # what the last step could tell
+    info: InfoT | None  # what the last step could tell
 
     # GradScaler then hands over its scale instead of touching p.grad, which holds no per-example gradients.
     _step_supports_amp_scaling = True
