@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
@@ -291,6 +292,7 @@ class _PreHook(_Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         owner = self.listening(module)
         if owner is not None:
+            check_alone(module)
             owner.note_surroundings(self.name)
 
 
@@ -356,6 +358,17 @@ def check_model(model: nn.Module) -> None:
                 "have no gradients of their own. Put it in eval mode (module.eval()) with running statistics, or "
                 "use GroupNorm or LayerNorm instead."
             )
+
+
+def check_alone(module: nn.Module) -> None:
+    """Refuse a call on behalf of several processes, which exchange `p.grad` and no more."""
+    around = module if isinstance(module, DistributedDataParallel) else DistributedDataParallel._active_ddp_module
+    if around is not None and around.process_group.size() > 1:
+        raise UnsupportedModuleError(
+            f"the model runs inside DistributedDataParallel with {around.process_group.size()} processes, which "
+            "average p.grad alone: each would draw weights and learn a posterior of its own. Train in one process, on one "
+            "device (devices=1 in Lightning, --num_processes 1 of accelerate)."
+        )
 
 
 def check_tables(model: nn.Module) -> None:

@@ -29,7 +29,6 @@ class Drawing(Inferred[StateT]):
         self._begun: AbstractContextManager[None] | None = None
         self._bad = BadBatches()
         self._warnings = Warnings()
-        self.info = None
 
     # ---- what a method supplies
 
@@ -88,8 +87,9 @@ class Drawing(Inferred[StateT]):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `Inferred`; refused while gradients are kept, which know nothing of the new parameters."""
-        if self._ready and self._own() is not self:
-            return self._own().add_param_group(param_group)
+        if self._own() is not self:
+            self._own().add_param_group(param_group)
+            return
         if self.__dict__.get("_rows"):
             raise RuntimeError(
                 "add_param_group was called between backward and step: the gradients collected so far know nothing of "

@@ -39,13 +39,12 @@ class Saving(Drawing[StateT]):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict`; the model's parameters become its mean."""
-        if self._own() is not self:
-            return self._own().load_state_dict(state_dict)
+        own = self._own()
         kinds = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-        with held(self, kinds[0]) as before, held(self, kinds[1]) as after:
-            self._take_over(called(before, self, state_dict.copy()))
+        with held(own, kinds[0]) as before, held(own, kinds[1]) as after:
+            own._take_over(called(before, own, state_dict.copy()))
         for hook in after:
-            hook(self)
+            hook(own)
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         saved: dict[str, Any] = state_dict.get("slangvi")  # type: ignore[assignment]

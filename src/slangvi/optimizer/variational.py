@@ -36,6 +36,10 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
     # GradScaler then hands over its scale instead of touching p.grad, which holds no per-example gradients.
     _step_supports_amp_scaling = True
 
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.info = None  # of the object: wrappers ask their own class before the optimizer
+
     @abstractmethod
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
         """The method's pure update from what was collected since the last step."""
