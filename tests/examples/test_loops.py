@@ -8,6 +8,7 @@ import runpy
 import tomllib
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +165,19 @@ def test_lightning_with_a_grad_scaler_draws_outside_step(tmp_path):
     opt = fitted(script, tmp_path, epochs=1, plugins=[scaled])
     assert opt._state.step == 12
     assert opt.info.num_rows == 20
+
+
+def test_lightning_leaves_out_batches_without_a_loss(tmp_path):
+    script = load("lightning_loop")
+    data = torch.utils.data.TensorDataset(script.data.x_train, script.data.y_train)
+
+    class Choosy(script.SLANG):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
+
+    choosy = SimpleNamespace(SLANG=Choosy, data=script.data)
+    opt = fitted(choosy, tmp_path, epochs=1, loader=torch.utils.data.DataLoader(data, 20))
+    assert opt._state.step == 8
 
 
 def test_lightning_closures_take_several_draws(tmp_path):

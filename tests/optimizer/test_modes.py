@@ -240,3 +240,22 @@ def test_outputs_with_several_parts_are_predicted_from_their_logits():
     model, x, _ = model_and_data()
     q = make(Parts(model)).posterior
     assert slangvi.predictive_samples(Parts(model), q, x, 3).shape == (3, 12, 3)
+
+
+@pytest.mark.parametrize("name", ["SLANG", "BBB"])
+def test_a_closure_that_does_nothing_leaves_the_batch_out(name):
+    model, x, y = model_and_data()
+    method, options = CLASSES[name]
+    opt = method(model, num_data=N, **options)
+    before = {key: value.clone() for key, value in tensors_of(opt._state)}
+    assert opt.step(lambda: None) is None
+    assert opt._state.step == 0
+    assert all(torch.equal(value, before[key]) for key, value in tensors_of(opt._state))
+    with pytest.raises(RuntimeError, match="found no gradients"):
+        opt.step(lambda: F.cross_entropy(model(x), y))
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="found no gradients"):
+        opt.step(lambda: None)
+    opt.zero_grad()
+    opt.step(lambda: backward(F.cross_entropy(model(x), y)))
+    assert opt._state.step == 1

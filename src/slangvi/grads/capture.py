@@ -366,8 +366,8 @@ def check_alone(module: nn.Module) -> None:
     if around is not None and around.process_group.size() > 1:
         raise UnsupportedModuleError(
             f"the model runs inside DistributedDataParallel with {around.process_group.size()} processes, which "
-            "average p.grad alone: each would draw weights and learn a posterior of its own. Train in one process, on one "
-            "device (devices=1 in Lightning, --num_processes 1 of accelerate)."
+            "average p.grad alone: each would draw weights and learn a posterior of its own. Train in one process, on "
+            "one device (devices=1 in Lightning, --num_processes 1 of accelerate)."
         )
 
 
