@@ -69,7 +69,9 @@ TRAINER = """\
 `Trainer` calls `opt.train()` before every forward pass and `opt.eval()` before an evaluation, because the
 optimizer has them: nothing in the loop changes. `optimizer_cls_and_kwargs=(slangvi.SLANG, {"model": model,
 "num_data": ...})` does the same. Set `max_grad_norm=0` for float16. `Trainer` divides the losses of
-micro-batches only where `trainer.model_accepts_loss_kwargs` is false; then pass `accumulation_steps`.
+micro-batches where `trainer.model_accepts_loss_kwargs` is false, and language models divide theirs by the tokens of all
+of them; then pass `accumulation_steps`. Where an epoch may end with fewer micro-batches, give `Trainer` a
+`compute_loss_func` that takes the mean over its batch instead: that is divided by nothing.
 At temperature 1 the mean's own NLL was as high as that of the prediction: training suffered, not prediction alone.
 What helped was `temperature=0.1`, with a `prior_precision` divided by it (30 / 0.1), so that the whole posterior is
 cooled, and a narrower start, `init_precision`, tried together."""

@@ -95,6 +95,49 @@ def test_trainer_accumulates_two_half_batches_to_a_whole_one(tmp_path):
     assert_same_step(whole, halves)
 
 
+def trained_to_speak(script, folder, **options):
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "n_positions": 6, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **special, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    steps = options.get("gradient_accumulation_steps", 1)
+    opt = Still(model, num_data=script.data.size, rank=2, init_precision=1000.0, accumulation_steps=steps)
+    rows = [row | {"labels": row["input_ids"]} for row in script.data.rows()[:60]]
+    arguments = script.arguments(str(folder), max_steps=2, **options)
+    Trainer(model, arguments, train_dataset=rows, optimizers=(opt, None)).train()
+    return opt
+
+
+def test_trainer_has_language_models_divide_by_all_micro_batches(tmp_path):
+    script = load("trainer_loop")
+    halves = trained_to_speak(script, tmp_path / "a", gradient_accumulation_steps=2)
+    sizes = {"per_device_train_batch_size": 30, "gradient_accumulation_steps": 1}
+    whole = trained_to_speak(script, tmp_path / "b", **sizes)
+    assert_same_step(whole, halves)
+
+
+def test_trainer_divides_a_loss_of_ones_own_by_nothing(tmp_path):
+    """Three micro-batches are a step of two and a step of one."""
+    script = load("trainer_loop")
+    from transformers import Trainer
+
+    losses = [None, lambda outputs, labels, **_: F.cross_entropy(outputs.logits, labels)]
+    found = []
+    for name, loss in zip("ab", losses, strict=True):
+        model = script.bert()
+        opt = Still(model, num_data=script.data.size, rank=2, init_precision=1000.0)
+        arguments = script.arguments(str(tmp_path / name))
+        rows = script.data.rows()[:45]
+        trainer = Trainer(model, arguments, train_dataset=rows, optimizers=(opt, None), compute_loss_func=loss)
+        trainer.model_accepts_loss_kwargs = loss is None  # this model's loss is its own mean, too
+        trainer.train()
+        found.append(opt)
+    assert found[0].info.num_rows == found[1].info.num_rows == 15
+    assert_same_step(*found)
+
+
 def test_trainer_builds_the_optimizer_from_class_and_arguments(tmp_path):
     script = load("trainer_loop")
     from transformers import Trainer
