@@ -259,3 +259,29 @@ def test_a_closure_that_does_nothing_leaves_the_batch_out(name):
     opt.zero_grad()
     opt.step(lambda: backward(F.cross_entropy(model(x), y)))
     assert opt._state.step == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["train", "block", "closure"])
+def test_a_compiled_loop_is_refused(way):
+    model, x, y = model_and_data()
+    opt = make(model)
+    before = flat(model)
+
+    def loop():
+        if way == "train":
+            opt.train()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+        elif way == "block":
+            with opt.sampled_params(train=True):
+                F.cross_entropy(model(x), y).backward()
+            opt.step()
+        else:
+            opt.step(lambda: backward(F.cross_entropy(model(x), y)))
+
+    with pytest.raises(RuntimeError, match=r"Compile the model alone, torch\.compile\(model\)"):
+        torch.compile(loop, backend="eager")()
+    assert torch.equal(flat(model), before)
+    loop()
+    assert opt.info.step == 1

@@ -30,6 +30,11 @@ __all__ = ["GradientCapture", "foreign_hooks"]
 
 # Enough to tell; a run that never takes a step must not fill the memory.
 _MOST_UNHEARD = 64
+_COMPILED_LOOP = (
+    "a block with gradients began inside code under torch.compile, which would not call the hooks that tell examples "
+    "apart. Compile the model alone, torch.compile(model), and not the loop around it: train(), "
+    "sampled_params(train=True) and step(closure) stay outside."
+)
 
 
 class GradientCapture:
@@ -257,7 +262,16 @@ class GradientCapture:
 def _eager() -> AbstractContextManager[Any]:
     """Compiled models run as they were written inside the block: compiled code calls no hook it did not know of."""
     # Where the compiler was never imported nothing is compiled; importing it takes seconds.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    if (
+        torch.compiler.is_compiling()
+    ):  # the compiler lets go of code that raises, which is then run, and comes here again
+        raise RuntimeError(_COMPILED_LOOP)
+    try:
+        return torch.compiler.set_stance("force_eager")
+    except RuntimeError as error:
+        raise RuntimeError(_COMPILED_LOOP) from error
 
 
 class _Alias(torch.autograd.Function):
