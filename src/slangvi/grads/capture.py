@@ -269,9 +269,10 @@ def _eager() -> AbstractContextManager[Any]:
     ):  # the compiler lets go of code that raises, which is then run, and comes here again
         raise RuntimeError(_COMPILED_LOOP)
     try:
-        return torch.compiler.set_stance("force_eager")
+        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     except RuntimeError as error:
         raise RuntimeError(_COMPILED_LOOP) from error
+    return stance
 
 
 class _Alias(torch.autograd.Function):
