@@ -78,9 +78,9 @@ cooled, and a narrower start, `init_precision`, tried together."""
 LIGHTNING = """\
 Lightning hands a closure to `step`, which draws by itself: without accumulation the first changed line is
 enough, and `mc_samples` may be larger than 1. The closures of accumulating batches, and all closures under
-`16-mixed`, run outside `step`, and `train()` and `eval()` draw for those. `ModelCheckpoint` and
-`fit(ckpt_path=...)` work as they are; pass `generator=` to the optimizer, since Lightning saves no random
-state."""
+`16-mixed`, run outside `step`, and `train()` and `eval()` draw for those. A `training_step` that returns None there
+calls `eval()` before it does. `ModelCheckpoint` and `fit(ckpt_path=...)` work as they are; pass `generator=` to the
+optimizer, since Lightning saves no random state."""
 ACCELERATE = """\
 The wrapper has `train` and `eval` but no `posterior`: it is at `opt.optimizer`. `accelerator.backward` divides
 the loss, hence `accumulation_steps`."""

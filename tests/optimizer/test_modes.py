@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -285,3 +287,18 @@ def test_a_compiled_loop_is_refused(way):
     assert torch.equal(flat(model), before)
     loop()
     assert opt.info.step == 1
+
+
+def test_a_program_may_end_inside_a_block():
+    """Torch aborts when weights are written while the interpreter is taken apart."""
+    lines = [
+        "import torch, slangvi, torch._dynamo",
+        "model = torch.nn.Linear(3, 2)",
+        "opt = slangvi.SLANG(model, num_data=10)",
+        "opt.train()",
+        "model(torch.ones(4, 3)).sum().backward()",
+        "raise ValueError('in the loop')",
+    ]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().endswith("ValueError: in the loop")
