@@ -69,16 +69,18 @@ TRAINER = """\
 `Trainer` calls `opt.train()` before every forward pass and `opt.eval()` before an evaluation, because the
 optimizer has them: nothing in the loop changes. `optimizer_cls_and_kwargs=(slangvi.SLANG, {"model": model,
 "num_data": ...})` does the same. Set `max_grad_norm=0` for float16. `Trainer` divides the losses of
-micro-batches only where `trainer.model_accepts_loss_kwargs` is false; then pass `accumulation_steps`.
+micro-batches where `trainer.model_accepts_loss_kwargs` is false, and language models divide theirs by the tokens of all
+of them; then pass `accumulation_steps`. Where an epoch may end with fewer micro-batches, give `Trainer` a
+`compute_loss_func` that takes the mean over its batch instead: that is divided by nothing.
 At temperature 1 the mean's own NLL was as high as that of the prediction: training suffered, not prediction alone.
 What helped was `temperature=0.1`, with a `prior_precision` divided by it (30 / 0.1), so that the whole posterior is
 cooled, and a narrower start, `init_precision`, tried together."""
 LIGHTNING = """\
 Lightning hands a closure to `step`, which draws by itself: without accumulation the first changed line is
 enough, and `mc_samples` may be larger than 1. The closures of accumulating batches, and all closures under
-`16-mixed`, run outside `step`, and `train()` and `eval()` draw for those. `ModelCheckpoint` and
-`fit(ckpt_path=...)` work as they are; pass `generator=` to the optimizer, since Lightning saves no random
-state."""
+`16-mixed`, run outside `step`, and `train()` and `eval()` draw for those. A `training_step` that returns None there
+calls `eval()` before it does. `ModelCheckpoint` and `fit(ckpt_path=...)` work as they are; pass `generator=` to the
+optimizer, since Lightning saves no random state."""
 ACCELERATE = """\
 The wrapper has `train` and `eval` but no `posterior`: it is at `opt.optimizer`. `accelerator.backward` divides
 the loss, hence `accumulation_steps`."""

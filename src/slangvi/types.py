@@ -136,6 +136,10 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
+# Tensors of torch.distributed, by name: importing it takes time.
+_SHARDED = {"DTensor", "FlatParameter"}
+
+
 def check_parameter(name: str, value: Any) -> None:
     """Refuse tensors that have no Gaussian posterior here: not a tensor, not real, not dense, not yet made."""
     if is_lazy(value):
@@ -157,6 +161,11 @@ def check_parameter(name: str, value: Any) -> None:
         raise UnsupportedModuleError(
             f"parameter {name!r} has layout {value.layout}, but only dense (strided) parameters are supported. "
             "Convert it with .to_dense(), or freeze it with requires_grad_(False)."
+        )
+    if any(kind.__name__ in _SHARDED for kind in type(value).__mro__):
+        raise UnsupportedModuleError(
+            f"parameter {name!r} is spread over processes ({type(value).__name__}), and so would be its posterior, "
+            "which is not supported. Build the optimizer on the whole model, in one process."
         )
     if value.device.type == "meta":
         raise UnsupportedModuleError(

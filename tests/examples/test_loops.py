@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import runpy
 import tomllib
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +95,49 @@ def test_trainer_accumulates_two_half_batches_to_a_whole_one(tmp_path):
     assert_same_step(whole, halves)
 
 
+def trained_to_speak(script, folder, **options):
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "n_positions": 6, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **special, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    steps = options.get("gradient_accumulation_steps", 1)
+    opt = Still(model, num_data=script.data.size, rank=2, init_precision=1000.0, accumulation_steps=steps)
+    rows = [row | {"labels": row["input_ids"]} for row in script.data.rows()[:60]]
+    arguments = script.arguments(str(folder), max_steps=2, **options)
+    Trainer(model, arguments, train_dataset=rows, optimizers=(opt, None)).train()
+    return opt
+
+
+def test_trainer_has_language_models_divide_by_all_micro_batches(tmp_path):
+    script = load("trainer_loop")
+    halves = trained_to_speak(script, tmp_path / "a", gradient_accumulation_steps=2)
+    sizes = {"per_device_train_batch_size": 30, "gradient_accumulation_steps": 1}
+    whole = trained_to_speak(script, tmp_path / "b", **sizes)
+    assert_same_step(whole, halves)
+
+
+def test_trainer_divides_a_loss_of_ones_own_by_nothing(tmp_path):
+    """Three micro-batches are a step of two and a step of one."""
+    script = load("trainer_loop")
+    from transformers import Trainer
+
+    losses = [None, lambda outputs, labels, **_: F.cross_entropy(outputs.logits, labels)]
+    found = []
+    for name, loss in zip("ab", losses, strict=True):
+        model = script.bert()
+        opt = Still(model, num_data=script.data.size, rank=2, init_precision=1000.0)
+        arguments = script.arguments(str(tmp_path / name))
+        rows = script.data.rows()[:45]
+        trainer = Trainer(model, arguments, train_dataset=rows, optimizers=(opt, None), compute_loss_func=loss)
+        trainer.model_accepts_loss_kwargs = loss is None  # this model's loss is its own mean, too
+        trainer.train()
+        found.append(opt)
+    assert found[0].info.num_rows == found[1].info.num_rows == 15
+    assert_same_step(*found)
+
+
 def test_trainer_builds_the_optimizer_from_class_and_arguments(tmp_path):
     script = load("trainer_loop")
     from transformers import Trainer
@@ -164,6 +210,19 @@ def test_lightning_with_a_grad_scaler_draws_outside_step(tmp_path):
     assert opt.info.num_rows == 20
 
 
+def test_lightning_leaves_out_batches_without_a_loss(tmp_path):
+    script = load("lightning_loop")
+    data = torch.utils.data.TensorDataset(script.data.x_train, script.data.y_train)
+
+    class Choosy(script.SLANG):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
+
+    choosy = SimpleNamespace(SLANG=Choosy, data=script.data)
+    opt = fitted(choosy, tmp_path, epochs=1, loader=torch.utils.data.DataLoader(data, 20))
+    assert opt._state.step == 8
+
+
 def test_lightning_closures_take_several_draws(tmp_path):
     script = load("lightning_loop")
     opt = fitted(script, tmp_path, epochs=1, options={"mc_samples": 3})
@@ -189,6 +248,70 @@ def test_lightning_wrappers_leave_nothing_behind(tmp_path):
     wrapper.zero_grad()
     wrapper.discard_gradients()
     assert set(vars(wrapper)) == before
+
+
+def wrapped(params=slice(None)):
+    load("lightning_loop")
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    model = load("common").network()
+    opt = slangvi.SLANG(model, list(model.parameters())[params], num_data=240, rank=2)
+    return model, opt, LightningOptimizer(opt)
+
+
+def one_step(model, opt):
+    with opt.sampled_params(train=True):
+        F.cross_entropy(model(torch.randn(6, 10)), torch.arange(6) % 3).backward()
+    opt.step()
+
+
+def test_lightning_wrappers_tell_what_the_optimizer_does():
+    model, opt, wrapper = wrapped()
+    steps = []
+    slangvi.track(wrapper, lambda numbers, step: steps.append(step))
+    assert wrapper.info is None
+    one_step(model, opt)
+    assert wrapper.info is opt.info
+    assert wrapper.rank == 2
+    assert steps == [1]
+
+
+@pytest.mark.parametrize("way", ["state_dict", "file"])
+def test_lightning_wrappers_save_and_load_the_optimizer(way, tmp_path):
+    model, opt, wrapper = wrapped()
+    one_step(model, opt)
+    before, inside = opt._state, set(vars(wrapper))
+    if way == "file":
+        slangvi.save(tmp_path / "run.safetensors", wrapper)
+    else:
+        saved = wrapper.state_dict()
+    one_step(model, opt)
+    if way == "file":
+        slangvi.load(tmp_path / "run.safetensors", wrapper)
+        slangvi.load(tmp_path / "run.safetensors", slangvi.SLANG(load("common").network(), num_data=240, rank=2))
+    else:
+        wrapper.load_state_dict(saved)
+    assert opt._state.step == 1
+    assert torch.equal(opt._state.loc, before.loc)
+    assert set(vars(wrapper)) == inside
+
+
+def test_lightning_wrappers_add_parameters_to_the_optimizer():
+    model, opt, wrapper = wrapped(slice(2, None))
+    one_step(model, opt)
+    wrapper.add_param_group({"params": list(model[0].parameters())})
+    assert opt.posterior.event_shape == wrapper.posterior.event_shape == (10 * 32 + 32 + 32 * 3 + 3,)
+    one_step(model, opt)
+    assert opt.info.step == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_a_copy_of_a_lightning_wrapper_is_an_optimizer(copied):
+    model, opt, wrapper = wrapped()
+    one_step(model, opt)
+    twin = copied(wrapper)
+    assert type(twin) is slangvi.SLANG
+    assert_identical(opt, twin)
 
 
 # ---- Accelerate

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -240,3 +242,63 @@ def test_outputs_with_several_parts_are_predicted_from_their_logits():
     model, x, _ = model_and_data()
     q = make(Parts(model)).posterior
     assert slangvi.predictive_samples(Parts(model), q, x, 3).shape == (3, 12, 3)
+
+
+@pytest.mark.parametrize("name", ["SLANG", "BBB"])
+def test_a_closure_that_does_nothing_leaves_the_batch_out(name):
+    model, x, y = model_and_data()
+    method, options = CLASSES[name]
+    opt = method(model, num_data=N, **options)
+    before = {key: value.clone() for key, value in tensors_of(opt._state)}
+    assert opt.step(lambda: None) is None
+    assert opt._state.step == 0
+    assert all(torch.equal(value, before[key]) for key, value in tensors_of(opt._state))
+    with pytest.raises(RuntimeError, match="found no gradients"):
+        opt.step(lambda: F.cross_entropy(model(x), y))
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="found no gradients"):
+        opt.step(lambda: None)
+    opt.zero_grad()
+    opt.step(lambda: backward(F.cross_entropy(model(x), y)))
+    assert opt._state.step == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["train", "block", "closure"])
+def test_a_compiled_loop_is_refused(way):
+    model, x, y = model_and_data()
+    opt = make(model)
+    before = flat(model)
+
+    def loop():
+        if way == "train":
+            opt.train()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+        elif way == "block":
+            with opt.sampled_params(train=True):
+                F.cross_entropy(model(x), y).backward()
+            opt.step()
+        else:
+            opt.step(lambda: backward(F.cross_entropy(model(x), y)))
+
+    with pytest.raises(RuntimeError, match=r"Compile the model alone, torch\.compile\(model\)"):
+        torch.compile(loop, backend="eager")()
+    assert torch.equal(flat(model), before)
+    loop()
+    assert opt.info.step == 1
+
+
+def test_a_program_may_end_inside_a_block():
+    """Torch aborts when weights are written while the interpreter is taken apart."""
+    lines = [
+        "import torch, slangvi, torch._dynamo",
+        "model = torch.nn.Linear(3, 2)",
+        "opt = slangvi.SLANG(model, num_data=10)",
+        "opt.train()",
+        "model(torch.ones(4, 3)).sum().backward()",
+        "raise ValueError('in the loop')",
+    ]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().endswith("ValueError: in the loop")

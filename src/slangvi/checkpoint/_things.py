@@ -54,6 +54,7 @@ def described(thing: Any) -> dict[str, Any]:
         "python": platform.python_version(),
     }
     if isinstance(thing, VariationalOptimizer):
+        thing = thing._own()
         thing._sync()
         state, kind = thing._state, "optimizer"
         method, dtypes = type(thing).__name__, [str(p.dtype) for p in thing._mirror.params]

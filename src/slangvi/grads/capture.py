@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
@@ -29,6 +30,11 @@ __all__ = ["GradientCapture", "foreign_hooks"]
 
 # Enough to tell; a run that never takes a step must not fill the memory.
 _MOST_UNHEARD = 64
+_COMPILED_LOOP = (
+    "a block with gradients began inside code under torch.compile, which would not call the hooks that tell examples "
+    "apart. Compile the model alone, torch.compile(model), and not the loop around it: train(), "
+    "sampled_params(train=True) and step(closure) stay outside."
+)
 
 
 class GradientCapture:
@@ -256,7 +262,17 @@ class GradientCapture:
 def _eager() -> AbstractContextManager[Any]:
     """Compiled models run as they were written inside the block: compiled code calls no hook it did not know of."""
     # Where the compiler was never imported nothing is compiled; importing it takes seconds.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    if (
+        torch.compiler.is_compiling()
+    ):  # the compiler lets go of code that raises, which is then run, and comes here again
+        raise RuntimeError(_COMPILED_LOOP)
+    try:
+        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    except RuntimeError as error:
+        raise RuntimeError(_COMPILED_LOOP) from error
+    return stance
 
 
 class _Alias(torch.autograd.Function):
@@ -291,6 +307,7 @@ class _PreHook(_Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         owner = self.listening(module)
         if owner is not None:
+            check_alone(module)
             owner.note_surroundings(self.name)
 
 
@@ -356,6 +373,17 @@ def check_model(model: nn.Module) -> None:
                 "have no gradients of their own. Put it in eval mode (module.eval()) with running statistics, or "
                 "use GroupNorm or LayerNorm instead."
             )
+
+
+def check_alone(module: nn.Module) -> None:
+    """Refuse a call on behalf of several processes, which exchange `p.grad` and no more."""
+    around = module if isinstance(module, DistributedDataParallel) else DistributedDataParallel._active_ddp_module
+    if around is not None and around.process_group.size() > 1:
+        raise UnsupportedModuleError(
+            f"the model runs inside DistributedDataParallel with {around.process_group.size()} processes, which "
+            "average p.grad alone: each would draw weights and learn a posterior of its own. Train in one process, on "
+            "one device (devices=1 in Lightning, --num_processes 1 of accelerate)."
+        )
 
 
 def check_tables(model: nn.Module) -> None:

@@ -145,7 +145,7 @@ def place(members: Tensor) -> tuple[tuple[int, ...], str]:
 class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
     """Arguments that optimizers have in common; each one's docstring explains them."""
 
-    rank = 0  # columns of the low-rank factor, for methods that have one
+    rank: int  # columns of the low-rank factor; of the class where a method has none
     replays = False  # whether steps can be replayed from graphs
     _kept = ("generator", "rank")
     _update: Callable[..., tuple[StateT, InfoT]]  # the method's own

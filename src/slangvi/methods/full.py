@@ -293,6 +293,7 @@ class FullGaussian(GaussianOptimizer[State, Info]):
         torch.Size([8, 8])
     """
 
+    rank = 0
     _update = staticmethod(update)
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:

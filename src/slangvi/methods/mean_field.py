@@ -261,6 +261,7 @@ class VOGN(GaussianOptimizer[State, Info]):
         torch.Size([8])
     """
 
+    rank = 0
     _update = staticmethod(update)
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +21,9 @@ from slangvi.optimizer._warnings import Warnings
 from slangvi.types import ParamSpec
 
 __all__ = ["Drawing"]
+
+# Optimizers in a block that `train()` began.
+_BEGUN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Drawing(Inferred[StateT]):
@@ -64,11 +69,13 @@ class Drawing(Inferred[StateT]):
         block = own._block(train=True)
         block.__enter__()
         own._begun = block
+        _BEGUN.add(own)
 
     def eval(self) -> None:
         """End the block that `train()` began: its gradients are kept for `step()`, and the weights are the mean."""
         own = self._own()
         block, own._begun = own._begun, None
+        _BEGUN.discard(own)
         if block is not None:
             with torch.enable_grad():  # modules may have to be called again
                 block.__exit__(None, None, None)
@@ -87,6 +94,9 @@ class Drawing(Inferred[StateT]):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `Inferred`; refused while gradients are kept, which know nothing of the new parameters."""
+        if self._own() is not self:
+            self._own().add_param_group(param_group)
+            return
         if self.__dict__.get("_rows"):
             raise RuntimeError(
                 "add_param_group was called between backward and step: the gradients collected so far know nothing of "
@@ -168,3 +178,10 @@ class Drawing(Inferred[StateT]):
             leave = "Leave sampled_params" if self._begun is None else "Call opt.eval()"
             raise RuntimeError(f"this needs the mean, but the weights are a sample. {leave} first.")
         super()._sync(contents and not self._rows)  # once after every step is enough
+
+
+@atexit.register
+def _leave() -> None:
+    """Put the mean back where a program ends inside a block: later, tensors are being taken apart, and torch aborts."""
+    for opt in list(_BEGUN):
+        opt._begun.gen.close()

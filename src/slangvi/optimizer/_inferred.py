@@ -157,6 +157,11 @@ def _checked_model(model: nn.Module) -> nn.Module:
             "model.parameters(): per-example gradients are read from its layers."
         )
     model = uncompiled(model)
+    if any(kind.__name__ == "FullyShardedDataParallel" for part in model.modules() for kind in type(part).__mro__):
+        raise UnsupportedModuleError(
+            "the model is wrapped in FullyShardedDataParallel, which spreads its parameters over processes, and so "
+            "would be the posterior, which is not supported. Build the optimizer on the whole model, in one process."
+        )
     if getattr(model, "batch_first", None) is False:
         raise UnsupportedModuleError(
             f"{type(model).__name__} has batch_first=False, but examples must be the first dimension of the "

@@ -27,6 +27,8 @@ class Saving(Drawing[StateT]):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an exact resume needs: flat tensors, step, layout, groups, and the generator's state."""
+        if self._own() is not self:
+            return self._own().state_dict()
         self._sync()
         with held(self, "_optimizer_state_dict_post_hooks") as after:
             packed = super().state_dict()
@@ -37,11 +39,12 @@ class Saving(Drawing[StateT]):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict`; the model's parameters become its mean."""
+        own = self._own()
         kinds = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-        with held(self, kinds[0]) as before, held(self, kinds[1]) as after:
-            self._take_over(called(before, self, state_dict.copy()))
+        with held(own, kinds[0]) as before, held(own, kinds[1]) as after:
+            own._take_over(called(before, own, state_dict.copy()))
         for hook in after:
-            hook(self)
+            hook(own)
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         saved: dict[str, Any] = state_dict.get("slangvi")  # type: ignore[assignment]
@@ -59,6 +62,8 @@ class Saving(Drawing[StateT]):
         self._mirror.write(self._state.loc)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._own() is not self:  # a copy of a wrapper is an optimizer
+            return self._own().__reduce__()
         # Copies and pickles carry the model along: an optimizer without its module could not read gradients.
         groups = [{**g, "params": [self._name_of[id(p)] for p in g["params"]]} for g in self.param_groups]
         keep = {k: v for k, v in self.__dict__.items() if k in self._kept}

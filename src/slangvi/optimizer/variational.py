@@ -31,10 +31,14 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
     The model's parameters hold the mean except inside `sampled_params`.
     """
 
-    info: InfoT | None = None  # what the last step could tell
+    info: InfoT | None  # what the last step could tell
 
     # GradScaler then hands over its scale instead of touching p.grad, which holds no per-example gradients.
     _step_supports_amp_scaling = True
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.info = None  # of the object: wrappers ask their own class before the optimizer
 
     @abstractmethod
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
@@ -45,7 +49,8 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
         """Take one step from the gradients collected since the last one.
 
         Args:
-            closure: computes the loss and calls backward; it is run `mc_samples` times, each at its own draw.
+            closure: computes the loss and calls backward; it is run `mc_samples` times, each at its own draw. One that
+                returns None without backward leaves the batch out, and nothing is done.
 
         Returns:
             The mean of the closure's losses, or None. A step that fails leaves state and weights as they were. With
@@ -59,6 +64,8 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
             losses = self._run(closure) if closure is not None else []
             rows, self._rows = self._rows, []
             self._capture.forget_inputs()
+            if closure is not None and not (rows or losses or self._capture.unheard):
+                return None  # a batch left out on purpose: Lightning's closures then do nothing
             scale, skip = amplification(self.__dict__)
             if not skip:
                 self._take([row.scaled(1.0 / scale) for row in rows], losses, earlier)
