@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +22,18 @@ def test_what_does_not_fit_is_refused_and_what_fits_is_not(monkeypatch):
         size.check_size([20, 4000, 4000, 1], 4, "cpu")
 
 
-def test_the_rank_counts(monkeypatch):
+def test_rank_and_sizes_are_planned_with(monkeypatch):
+    planned = []
+
+    def plan(model, batch, rank, mc_samples):
+        planned.append((sum(p.numel() for p in model.parameters()), batch.shape, rank, mc_samples))
+        return SimpleNamespace(peak=2 * 10**9)
+
     monkeypatch.setattr(size, "memory_of", lambda device: 10**9)
-    with pytest.raises(DataError, match="posterior of rank 200"):
-        size.check_size([20, 1000, 1000, 1], 200, "cpu")
+    monkeypatch.setattr(size, "estimate_memory", plan)
+    with pytest.raises(DataError, match=r"posterior of rank 200 takes 1\.9 GiB to train, and the GPU has 953\.7 MiB"):
+        size.check_size([20, 1000, 1000, 1], 200, "cuda")
+    assert planned == [(1_023_001, (32, 20), 200, 4)]
 
 
 @pytest.mark.parametrize("there", [None, 1])
