@@ -14,7 +14,10 @@ import torch
 
 from slangvi._version import __version__
 
-__all__ = ["cpu_name", "device_name", "environment", "platform_facts", "versions"]
+__all__ = ["PLATFORM", "cpu_name", "device_name", "environment", "platform_facts", "versions"]
+
+# Names of the facts that numbers depend on.
+PLATFORM = ("device", "python", "torch")
 
 
 def environment(command: str, device: str, seconds: float) -> dict[str, Any]:
@@ -42,7 +45,7 @@ def platform_facts(device: str) -> dict[str, str]:
     Args:
         device: "cpu" or "cuda".
     """
-    return {"device": device_name(device), "python": platform.python_version(), "torch": torch.__version__}
+    return dict(zip(PLATFORM, (device_name(device), platform.python_version(), torch.__version__), strict=True))
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slangvi import _checks
 
-__all__ = ["ACTIVATIONS", "check_outputs", "input_dtype", "layer_sizes", "made_module", "mlp", "seeded"]
+__all__ = ["ACTIVATIONS", "check_outputs", "input_dtype", "layer_sizes", "made_module", "mlp", "num_weights", "seeded"]
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -37,6 +37,16 @@ def layer_sizes(value: Any) -> tuple[int, ...]:
             "() is a model without hidden layers."
         )
     return tuple(_checks.count("hidden_layer_sizes", width) for width in value)
+
+
+def num_weights(sizes: Sequence[int]) -> int:
+    """P of linear layers between so many units, biases included.
+
+    Example:
+        >>> num_weights([3, 50, 1])
+        251
+    """
+    return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(sizes))
 
 
 def mlp(

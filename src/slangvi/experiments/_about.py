@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from slangvi._environment import environment
+from slangvi._environment import PLATFORM, environment
 from slangvi.experiments._cells import Cell, Stored
 from slangvi.experiments._settings import Settings
 
@@ -46,5 +46,5 @@ def about_run(
 
 def _about_cell(stored: Stored, here: Mapping[str, Any]) -> dict[str, Any]:
     """How long it took, and on what; a cell of a time when that was not kept was computed here."""
-    facts = {name: stored.about.get(name, here[name]) for name in ("device", "python", "torch")}
+    facts = {name: stored.about.get(name, here[name]) for name in PLATFORM}
     return {"seconds": round(stored.about["seconds"], 1), **facts}

@@ -165,14 +165,13 @@ class _Run:
 
     def _order(self, size: int) -> Tensor:
         """The images of this epoch; the same again when it was begun before."""
+        source = self.generator
         if self.within == 0:
-            self.shuffle = self.generator.get_state()
-        now = self.generator.get_state()
-        self.generator.set_state(self.shuffle)
-        order = torch.randperm(size, generator=self.generator, device=self.generator.device)
-        if self.within:
-            self.generator.set_state(now)
-        return order[: size // self.batch * self.batch]
+            self.shuffle = source.get_state()
+        else:
+            source = torch.Generator(source.device)
+            source.set_state(self.shuffle)
+        return torch.randperm(size, generator=source, device=source.device)[: size // self.batch * self.batch]
 
     def result(self) -> Arrays:
         """The metrics at the end, and two of them along the way; NaN where the run was lost."""

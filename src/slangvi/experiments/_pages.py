@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slangvi._environment import PLATFORM
 from slangvi.experiments._agreement import Verdict
 from slangvi.experiments._names import DATASETS, METRICS
 from slangvi.experiments._results import Row, read_about
@@ -80,7 +81,7 @@ def _spent(about: Mapping[str, Any]) -> list[str]:
     """Minutes of processes by machine and versions; a table may have been made in several places."""
     seconds: dict[str, float] = {}
     for cell in about["cells"].values():
-        facts = {name: cell.get(name, about[name]) for name in ("device", "python", "torch")}
+        facts = {name: cell.get(name, about[name]) for name in PLATFORM}
         place = "{device} (Python {python}, torch {torch})".format(**facts)
         seconds[place] = seconds.get(place, 0.0) + cell["seconds"]
     return [f"{spent / 60:.1f} process minutes on {place}" for place, spent in seconds.items()]

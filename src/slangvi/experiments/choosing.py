@@ -125,10 +125,9 @@ def _classified(results: Path) -> list[tuple[str, str, str, float]]:
     """Metric, network, method and value, from the tables of two experiments; on MNIST, rank 8 by our recipe."""
     found = []
     if _is_full(results, "mnist"):
-        names = {"slang_8_cold": "slang_8"} | dict.fromkeys(("map", "bbb", "ensemble_5"))
+        names = {"slang_8_cold": "slang_8", "map": "map", "bbb": "bbb", "ensemble_5": "ensemble_5"}
         for line in read_table(results / "mnist.csv", _mnist_tables.COLUMNS):
-            if line["method"] in names:
-                method = names[line["method"]] or line["method"]
+            if method := names.get(line["method"]):
                 found += [(name, "MNIST, 400-400", method, float(line[name])) for name in METRICS[:3]]
     if _is_full(results, "images"):
         for line in read_table(results / "images.csv", _images_pages.COLUMNS):

@@ -264,9 +264,8 @@ def _eager() -> AbstractContextManager[Any]:
     # Where the compiler was never imported nothing is compiled; importing it takes seconds.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
-    if (
-        torch.compiler.is_compiling()
-    ):  # the compiler lets go of code that raises, which is then run, and comes here again
+    # The compiler lets go of code that raises, which is then run, and comes here again.
+    if torch.compiler.is_compiling():
         raise RuntimeError(_COMPILED_LOOP)
     try:
         stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

@@ -7,6 +7,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class Drawing(Inferred[StateT]):
         block.__enter__()
         own._begun = block
         _BEGUN.add(own)
+        _watch_the_end()
 
     def eval(self) -> None:
         """End the block that `train()` began: its gradients are kept for `step()`, and the weights are the mean."""
@@ -180,7 +182,12 @@ class Drawing(Inferred[StateT]):
         super()._sync(contents and not self._rows)  # once after every step is enough
 
 
-@atexit.register
+@cache
+def _watch_the_end() -> None:
+    """From the first block that has no end of its own."""
+    atexit.register(_leave)
+
+
 def _leave() -> None:
     """Put the mean back where a program ends inside a block: later, tensors are being taken apart, and torch aborts."""
     for opt in list(_BEGUN):

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from slangvi import checkpoint
 from slangvi._files import put
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import DataError
-from slangvi.estimators._network import ACTIVATIONS, mlp
+from slangvi.estimators._network import ACTIVATIONS, mlp, num_weights
 from slangvi.predict import decompose_uncertainty, functional_samples
 from slangvi.tabular.schema import Schema
 from slangvi.tabular.target import Target
@@ -65,8 +64,7 @@ class Network:
     @property
     def num_params(self) -> int:
         """P."""
-        sizes = [self.features, *self.hidden, self.outputs]
-        return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(sizes))
+        return num_weights([self.features, *self.hidden, self.outputs])
 
     def module(self) -> nn.Sequential:
         """The layers; their own values are of no use."""

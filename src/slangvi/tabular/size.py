@@ -11,6 +11,7 @@ from torch import nn
 
 from slangvi._out_of_memory import human
 from slangvi.errors import DataError
+from slangvi.estimators._network import num_weights
 from slangvi.memory import estimate_memory
 
 __all__ = ["check_size", "memory_of"]
@@ -32,8 +33,7 @@ def check_size(sizes: Sequence[int], rank: int, device: str) -> None:
     Raises:
         DataError: it would.
     """
-    num_params = sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(sizes))
-    there = memory_of(device)
+    num_params, there = num_weights(sizes), memory_of(device)
     if num_params < LARGE or there is None:
         return
     with torch.device("meta"):
