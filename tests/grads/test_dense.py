@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slangvi.grads.dense import DenseGradients, batch_size, per_example_gradients, rows_within, slice_batch
+from slangvi.grads import dense
+from slangvi.grads.dense import (
+    DenseGradients,
+    Together,
+    batch_size,
+    draws_at_once,
+    per_example_gradients,
+    rows_within,
+    slice_batch,
+)
 from slangvi.types import ParamSpec
 
 
@@ -107,3 +116,81 @@ def test_random_draws_are_refused_when_rows_are_computed_again():
     assert per_example_gradients(noisy, spec, thetas, batch).sum().isfinite().all()
     with pytest.raises(RuntimeError, match="random"):
         per_example_gradients(noisy, spec, thetas, batch, memory_limit=1).sum()
+
+
+# ---- several draws in one pass ----
+
+
+def written_into_a_buffer(params, batch):
+    """Weights go into a tensor made here, which vmap over draws refuses and vmap over examples does not."""
+    weight = torch.zeros(3, 2).double()
+    weight += params["w"]
+    return -(batch["x"] @ weight + params["b"]).square().sum(1)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 10])
+def test_draws_that_share_a_pass_have_the_rows_of_a_loop(at_once, monkeypatch):
+    log_likelihood, spec, thetas, batch, truth = problem(M=4, S=3)
+    monkeypatch.setattr(dense, "_SHARED_BYTES", {"cpu": at_once * 4 * spec.num_params * 8})
+    assert draws_at_once(spec, thetas, 4) == at_once
+    torch.testing.assert_close(per_example_gradients(log_likelihood, spec, thetas, batch).form(), truth)
+
+
+def test_one_call_serves_all_draws_of_a_small_problem():
+    log_likelihood, spec, thetas, batch, _ = problem(M=4, S=3)
+    calls = []
+
+    def counted(params, batch):
+        calls.append(params)
+        return log_likelihood(params, batch)
+
+    per_example_gradients(counted, spec, thetas, batch).form()
+    assert len(calls) == 1
+
+
+def test_what_vmap_cannot_follow_goes_draw_by_draw():
+    _, spec, thetas, batch, _ = problem(M=4, S=3)
+    together, before = Together(), torch.get_rng_state()
+    found = per_example_gradients(written_into_a_buffer, spec, thetas, batch, together=together).form()
+    assert not together.possible
+    assert torch.equal(torch.get_rng_state(), before)
+
+    def plain(params, batch):
+        return -(batch["x"] @ params["w"] + params["b"]).square().sum(1)
+
+    torch.testing.assert_close(found, per_example_gradients(plain, spec, thetas, batch).form())
+
+
+def test_a_try_that_failed_leaves_the_random_numbers_as_they_were():
+    drawn = []
+
+    def noisy(theta):
+        noise = torch.rand(())
+        drawn.append(noise)
+        torch.zeros(2).add_(theta)
+        return theta + noise
+
+    torch.manual_seed(3)
+    first = Together()(noisy, torch.zeros(2, 2), at_once=2)
+    torch.manual_seed(3)
+    torch.testing.assert_close(first[:, 0], torch.rand(2))
+    assert len(drawn) == 3
+
+
+def test_an_exhausted_memory_is_no_verdict_on_the_function():
+    together, tries = Together(), []
+
+    def large(theta):
+        tries.append(theta.ndim)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("too large")
+        return theta
+
+    assert together(large, torch.ones(2, 3), at_once=2).sum() == 6
+    assert together.possible
+
+
+def test_errors_of_a_single_draw_are_the_ones_that_are_seen():
+    _, spec, thetas, batch, _ = problem(M=4, S=3)
+    with pytest.raises(RuntimeError, match="mat1|shapes|size"):
+        per_example_gradients(lambda p, b: b["x"].T @ p["w"] @ p["w"], spec, thetas, batch).form()

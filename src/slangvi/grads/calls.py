@@ -47,11 +47,15 @@ class Surroundings:
         with ExitStack() as stack:
             devices = [self.device] if self.device.type == "cuda" else []
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            torch.set_rng_state(self.cpu_rng)
-            if self.cuda_rng is not None:
-                torch.cuda.set_rng_state(self.cuda_rng, self.device)
+            self.rewind()
             stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast))
             yield
+
+    def rewind(self) -> None:
+        """Put the random numbers back to that moment."""
+        torch.set_rng_state(self.cpu_rng)
+        if self.cuda_rng is not None:
+            torch.cuda.set_rng_state(self.cuda_rng, self.device)
 
 
 @dataclass(eq=False)

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from slangvi.grads.calls import Surroundings
 from slangvi.types import Params, ParamSpec
 
-__all__ = ["DenseGradients", "batch_size", "per_example_gradients", "slice_batch"]
+__all__ = ["DenseGradients", "Together", "batch_size", "per_example_gradients", "slice_batch"]
 
 # A row exists about three times while vmap works: the gradient pieces, the flat row, and one product with it.
 _COPIES = 3
+# Bytes of rows up to which draws share a pass. On two cores that is 2 to 5 times as fast below a megabyte, a third
+# faster at 6 and half as fast at 30; a GPU, which waits for the host below that, has room for more.
+_SHARED_BYTES = {"cpu": 8 << 20}
+_SHARED_ELSEWHERE = 64 << 20
 
 
 class DenseGradients:
@@ -127,12 +132,50 @@ class DenseGradients:
         return weights.repeat_interleave(torch.tensor(self._numels, device=weights.device))
 
 
+class Together:
+    """Calls a function at several draws in one vmapped pass, or at one after another where vmap cannot follow it.
+
+    One object serves one function, and remembers whether it can be followed.
+
+    Example:
+        >>> Together()(torch.square, torch.tensor([[1.0], [2.0], [3.0]]), at_once=2)
+        tensor([[1.],
+                [4.],
+                [9.]])
+    """
+
+    def __init__(self) -> None:
+        self.possible = True
+
+    def __call__(self, function: Callable[[Tensor], Tensor], thetas: Tensor, at_once: int) -> Tensor:
+        """function(θ_s) for all draws (S, P), stacked; `at_once` of them share a pass."""
+        if self.possible and at_once > 1:
+            found = self._in_one_pass(function, thetas, at_once)
+            if found is not None:
+                return found
+        return torch.stack([function(theta) for theta in thetas])
+
+    def _in_one_pass(self, function: Callable[[Tensor], Tensor], thetas: Tensor, at_once: int) -> Tensor | None:
+        """None where vmap cannot follow; the random state is then as before, so that the next try starts alike."""
+        before = Surroundings.now(thetas.device)
+        try:
+            mapped = torch.func.vmap(function, randomness="different")
+            return torch.cat([mapped(part) for part in thetas.split(at_once)])
+        except torch.OutOfMemoryError:
+            pass  # one draw at a time takes less, and the next batch may be smaller
+        except RuntimeError:  # what is wrong for a single draw as well will be said there
+            self.possible = False
+        before.rewind()
+        return None
+
+
 def per_example_gradients(
     log_likelihood: Callable[[Params, Any], Tensor],
     spec: ParamSpec,
     thetas: Tensor,
     batch: Any,
     memory_limit: int | None = None,
+    together: Together | None = None,
 ) -> DenseGradients:
     """Gradients of −log p(y_i | x_i, θ_s) for every example i and sample s, as an operator with R = S·M rows.
 
@@ -142,6 +185,7 @@ def per_example_gradients(
         thetas: samples, (S, P).
         batch: any nesting of tensors whose first dimension is M.
         memory_limit: bytes that formed rows may take; rows beyond it are computed in pieces, again for every product.
+        together: what is known of calling `log_likelihood` at several draws at once; None knows nothing.
     """
     num_examples = batch_size(batch)
 
@@ -160,12 +204,19 @@ def per_example_gradients(
         return lambda: rows_of(theta, slice_batch(batch, start, stop))
 
     if whole:
-        pieces = [lambda: torch.cat([rows_of(theta, batch) for theta in thetas])]
+        known, at_once = together or Together(), draws_at_once(spec, thetas, num_examples)
+        pieces = [lambda: known(lambda theta: rows_of(theta, batch), thetas, at_once).flatten(0, 1)]
     else:
         step = rows_within(memory_limit, row_bytes, num_examples)
         starts = range(0, num_examples, step)
         pieces = [piece(theta, k, min(k + step, num_examples)) for theta in thetas for k in starts]
     return DenseGradients(pieces, len(thetas) * num_examples, spec.numels)
+
+
+def draws_at_once(spec: ParamSpec, thetas: Tensor, num_examples: int) -> int:
+    """How many draws should share a pass: small problems are slow for the number of calls, large ones are not."""
+    shared = _SHARED_BYTES.get(thetas.device.type, _SHARED_ELSEWHERE)
+    return max(1, shared // (num_examples * spec.num_params * thetas.element_size()))
 
 
 def rows_within(memory_limit: int | None, row_bytes: int, most: int | None) -> int:

@@ -18,7 +18,7 @@ from slangvi.errors import NumericalError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup, per_example_gradients
 from slangvi.grads.batched import BatchedPass
 from slangvi.grads.blocks import Block, cheapest
-from slangvi.grads.dense import batch_size
+from slangvi.grads.dense import Together, batch_size, draws_at_once
 from slangvi.grads.replay import rounding
 from slangvi.types import GradientOperator, Params, ParamSpec, Routes
 
@@ -58,14 +58,18 @@ def check_schedule(name: str, schedule: Schedule | None, ceiling: float) -> None
 
 
 def dense_gatherer(log_likelihood: LogLikelihood, memory_limit: int | None) -> Gatherer:
-    """Rows through torch.func, for any function."""
+    """Rows through torch.func, for any function; small problems take all draws in one pass."""
+    together = Together()
 
     def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
         count = batch_size(batch)
+
+        def values(theta: Tensor) -> Tensor:
+            return one_per_example(log_likelihood(spec.unflatten(theta), batch), count)
+
         with torch.no_grad():
-            values = [checked_values(log_likelihood(spec.unflatten(theta), batch), count) for theta in thetas]
-        operator = per_example_gradients(log_likelihood, spec, thetas, batch, memory_limit)
-        return operator, float(torch.stack(values).mean())
+            mean = checked_mean(together(values, thetas, draws_at_once(spec, thetas, count)))
+        return per_example_gradients(log_likelihood, spec, thetas, batch, memory_limit, together), mean
 
     return gather
 
