@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,6 +61,15 @@ def test_run_writes_the_tables(ran):
     assert {line["entropy_auroc"] for line in strangers[::2]} == {"0.5"}
     assert len(outcome.rows) == 3 * len(METRICS)
     assert json.loads((settings.out / "images.json").read_text())["settings"]["splits"] == 1
+
+
+def test_what_a_run_does_not_compute_stays_in_the_tables(ran, tmp_path):
+    settings = ran[0]
+    out = tmp_path / "clone"
+    shutil.copytree(settings.out, out, ignore=shutil.ignore_patterns(".cells"))
+    images.run(replace(settings, out=out, methods=("map",)))
+    for name in ("images.csv", "images-turned.csv", "images-strangers.csv"):
+        assert (out / name).read_text() == (settings.out / name).read_text(), name
 
 
 def test_a_run_that_was_lost_has_no_lines_on_shift():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from itertools import count
 
@@ -293,6 +294,43 @@ def test_a_second_run_computes_nothing(ran, monkeypatch):
 def test_a_shorter_run_does_not_replace_a_longer_one(ran):
     with pytest.raises(ValueError, match="is from a run of 2 epochs"):
         mnist.run(replace(ran[0], epochs=1))
+
+
+def cloned(settings, folder):
+    """Results as in a clone of the repository: without cells."""
+    out = folder / "results"
+    shutil.copytree(settings.out, out, ignore=shutil.ignore_patterns(".cells"))
+    return replace(settings, out=out)
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_what_a_run_does_not_compute_stays_in_the_tables(seed, ran, tmp_path):
+    settings = replace(ran[0], seed=seed, out=tmp_path / "first") if seed else ran[0]
+    if seed:
+        mnist.run(replace(settings, methods=("slang_1_cold", "map")))
+    clone = cloned(settings, tmp_path)
+    mnist.run(replace(clone, methods=("map",)))
+    for name in ("mnist.csv", "mnist-tuning.csv", "mnist-trace.csv"):
+        assert (clone.out / name).read_text() == (settings.out / name).read_text(), name
+    with np.load(clone.out / "mnist-predictions.npz") as new, np.load(settings.out / "mnist-predictions.npz") as old:
+        assert set(new.files) == set(old.files)
+        for name in new.files:
+            np.testing.assert_array_equal(new[name], old[name])
+    new, old = (json.loads((out / "mnist.json").read_text())["cells"] for out in (clone.out, settings.out))
+    assert new.keys() == old.keys()
+    assert all(new[label] == old[label] for label in new if "map" not in label)
+
+
+@pytest.mark.parametrize("other", ["a cell", "all"])
+def test_lines_of_other_settings_are_not_mixed_in(other, ran, tmp_path):
+    clone = cloned(ran[0], tmp_path)
+    about = json.loads((clone.out / "mnist.json").read_text())
+    about["cells"]["mnist slang_8-seed0"]["fingerprint"] = "0123456789" if other == "a cell" else "left alone"
+    about["settings"]["batch"] = 30 if other == "a cell" else 31
+    (clone.out / "mnist.json").write_text(json.dumps(about))
+    number = 1 if other == "a cell" else 4
+    with pytest.raises(ValueError, match=rf"has {number} cells of other settings .*mnist slang_[18].*--out"):
+        mnist.run(replace(clone, methods=("map",)))
 
 
 def test_the_page_is_written_from_the_files(ran, tmp_path):

@@ -192,5 +192,5 @@ def test_an_exhausted_memory_is_no_verdict_on_the_function():
 
 def test_errors_of_a_single_draw_are_the_ones_that_are_seen():
     _, spec, thetas, batch, _ = problem(M=4, S=3)
-    with pytest.raises(RuntimeError, match="mat1|shapes|size"):
+    with pytest.raises(RuntimeError, match=r"mat1|shapes|size"):
         per_example_gradients(lambda p, b: b["x"].T @ p["w"] @ p["w"], spec, thetas, batch).form()

@@ -20,8 +20,9 @@ def about_run(
     settings: Settings,
     start: float,
     more: Callable[[Cell, Stored], Mapping[str, Any]] = lambda cell, stored: {},
+    kept: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Command, settings, environment, and the seconds of every cell.
+    """Command, settings, environment, and what is to be known of every cell.
 
     Args:
         name: of the experiment.
@@ -30,8 +31,10 @@ def about_run(
         settings: what was chosen on the command line.
         start: of the run, by `perf_counter`.
         more: what else is to be told of a cell.
+        kept: what was told earlier of cells that are not here.
     """
-    spent = sum(stored.about["seconds"] for _, stored in cells)
+    before = dict(kept or {})
+    spent = sum(stored.about["seconds"] for _, stored in cells) + sum(facts["seconds"] for facts in before.values())
     here = environment(settings.command, settings.device, spent)
     return {
         "experiment": name,
@@ -40,11 +43,12 @@ def about_run(
         "wall_seconds": round(perf_counter() - start, 1),
         "seed": settings.seed,
         "settings": {"quick": settings.quick, **chosen},
-        "cells": {cell.label: {**_about_cell(stored, here), **more(cell, stored)} for cell, stored in cells},
+        "cells": before
+        | {cell.label: {**_about_cell(cell, stored, here), **more(cell, stored)} for cell, stored in cells},
     }
 
 
-def _about_cell(stored: Stored, here: Mapping[str, Any]) -> dict[str, Any]:
+def _about_cell(cell: Cell, stored: Stored, here: Mapping[str, Any]) -> dict[str, Any]:
     """How long it took, and on what; a cell of a time when that was not kept was computed here."""
     facts = {name: stored.about.get(name, here[name]) for name in PLATFORM}
-    return {"seconds": round(stored.about["seconds"], 1), **facts}
+    return {"fingerprint": cell.fingerprint, "seconds": round(stored.about["seconds"], 1), **facts}

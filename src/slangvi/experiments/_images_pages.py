@@ -31,9 +31,9 @@ COLORS = {
 ABOUT = """\
 Past the paper, which had no convolutions: LeNet-5 with rectified units, and a small residual network with GroupNorm, by
 SLANG with L = 8 and by its rivals. Each method has six settings to choose from by validation error: three learning
-rates that fall along half a cosine, and two priors, or for SLANG two temperatures T of a cold posterior, likelihood and
-prior to the power 1/T. An ensemble and Laplace's approximation for the last layer take over the setting of `map`. IVON
-is its authors' own package. Predictions average 64 draws.
+rates that fall along half a cosine and two priors, or for SLANG two rates and three temperatures T of a cold posterior,
+likelihood and prior to the power 1/T. An ensemble and Laplace's approximation for the last layer take over the setting
+of `map`. IVON is its authors' own package. Predictions average 64 draws.
 
 The trained networks also see test images that are turned, and strangers: the test images of the other set, and letters
 A to J drawn for this purpose. *AUROC* is how often a stranger is more uncertain than a test image, *FPR95* the share of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from slangvi._files import put
 from slangvi.data import load_mnist
 from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell
+from slangvi.experiments._earlier import Earlier
 from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._image_tables import all_finished, method_of
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
-from slangvi.experiments._mnist_recipes import NAME
+from slangvi.experiments._mnist_recipes import METHODS, NAME
 from slangvi.experiments._results import Row, aggregate, write_about, write_table
 from slangvi.experiments._settings import Settings
 
@@ -29,9 +31,12 @@ TRACE_COLUMNS = ("method", "seed", "epoch", "test_error_percent", "test_nll")
 # Methods whose predictions are kept, for pictures: few, as they take room.
 PICTURED = ("slang_8", "slang_8_cold", "bbb", "map", "ensemble_5")
 UNCERTAIN = 36
+_ORDER = list(METHODS)
 
 
-def save(finals: Sequence[Cell], common: Mapping[str, Any], settings: Settings, start: float) -> Outcome:
+def save(
+    finals: Sequence[Cell], common: Mapping[str, Any], settings: Settings, start: float, earlier: Earlier
+) -> Outcome:
     """Write the files; the JSON, which stands for all of them, last.
 
     Args:
@@ -39,17 +44,50 @@ def save(finals: Sequence[Cell], common: Mapping[str, Any], settings: Settings, 
         common: settings that all cells share.
         settings: what was chosen.
         start: of the run, by `perf_counter`.
+        earlier: what the files have held so far.
     """
     tested, done = finished(finals, settings.cells), all_finished(finals, settings.cells)
     paths = [
         settings.out / f"{NAME}{end}" for end in (".csv", "-tuning.csv", "-trace.csv", "-predictions.npz", ".json")
     ]
-    write_table(paths[0], COLUMNS, [_line(*each) for each in tested])
-    write_table(paths[1], TUNING_COLUMNS, _tuning_lines(finals, done))
-    write_table(paths[2], TRACE_COLUMNS, [line for each in tested for line in _trace_lines(*each)])
-    _write_predictions(paths[3], tested)
-    write_about(paths[4], about_run(NAME, done, common, settings, start))
+    trace = [line for each in tested for line in _trace_lines(*each)]
+    label_of_run = partial(_label_of_run, common["seed"])
+    probs = _known_probs(paths[3], earlier) | _first_probs(tested)
+    for path, columns, label, lines in (
+        (paths[0], COLUMNS, label_of_run, [_line(*each) for each in tested]),
+        (paths[1], TUNING_COLUMNS, _labels_of_settings(finals), _tuning_lines(finals, done)),
+        (paths[2], TRACE_COLUMNS, label_of_run, trace),
+    ):
+        both = [*earlier.lines(path, columns, label), *lines]
+        write_table(path, columns, sorted(both, key=lambda line: _ORDER.index(line[0])))
+    _write_predictions(paths[3], probs)
+    write_about(paths[4], about_run(NAME, done, common, settings, start, kept=earlier.cells))
     return Outcome(_rows(tested), paths)
+
+
+# ---- lines ----
+
+
+def _label_of_run(first_seed: int, line: Mapping[str, str]) -> str:
+    """The cell behind a line of a trained network."""
+    return f"{NAME} {line['method']}-seed{int(line['seed']) - first_seed}"
+
+
+def _labels_of_settings(finals: Sequence[Cell]) -> Callable[[Mapping[str, str]], str | None]:
+    """The same for a line of a setting that was tried."""
+    tried = {_tried(cell, setting): cell.label for cell, setting in _searched(finals)}
+    return lambda line: tried.get((line["method"], *(float(line[name]) for name in _SETTINGS)))
+
+
+def _searched(finals: Sequence[Cell]) -> Iterator[tuple[Cell, Mapping[str, float]]]:
+    """Cells of settings that were tried, and these settings."""
+    for final in finals:
+        yield from zip(final.needs, final.settings["grid"], strict=False)
+
+
+def _tried(cell: Cell, setting: Mapping[str, float]) -> tuple[Any, ...]:
+    """Method and setting; not cooled unless it says so."""
+    return (method_of(cell), *(*setting.values(), 1.0)[: len(_SETTINGS)])
 
 
 def _line(cell: Cell, stored: Any) -> tuple[Any, ...]:
@@ -78,10 +116,9 @@ def _tuning_lines(finals: Sequence[Cell], done: Sequence[Finished]) -> list[tupl
             if cell.label in seen or (stored := results.get(cell.label)) is None:
                 continue
             seen.add(cell.label)
-            values = (*setting.values(), 1.0)[: len(_SETTINGS)]  # not cooled unless it says so
             measured = [float(stored.arrays[name][0]) for name in METRICS[:2]]
             picked = "" if ended is None else int(int(ended.arrays["choice"]) == number)
-            lines.append((method_of(cell), *values, *measured, picked))
+            lines.append((*_tried(cell, setting), *measured, picked))
     return lines
 
 
@@ -92,18 +129,34 @@ def _trace_lines(cell: Cell, stored: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-def _write_predictions(path: Path, tested: Sequence[Finished]) -> None:
-    """Predictions of the first seed in half precision, the labels, and the images some method is least sure of."""
+# ---- predictions ----
+
+
+def _first_probs(tested: Sequence[Finished]) -> dict[str, NDArray[Any]]:
+    """Predictions of the first seed of the methods they are kept of, in half precision."""
     first = {method_of(cell): stored.arrays["probs"] for cell, stored in reversed(tested)}
-    probs = {method: first[method] for method in PICTURED if method in first and len(first[method])}
-    arrays: dict[str, NDArray[Any]] = {f"{method}/probs": p.astype(np.float16) for method, p in probs.items()}
-    if probs:
-        test = load_mnist("test")
-        shown = next(iter(probs.values()))
+    return {method: first[method].astype(np.float16) for method in PICTURED if method in first and len(first[method])}
+
+
+def _known_probs(path: Path, earlier: Earlier) -> dict[str, NDArray[Any]]:
+    """The same, of methods that were trained elsewhere."""
+    kept = [method for method in PICTURED if f"{NAME} {method}-seed0" in earlier.cells]
+    if not kept:
+        return {}
+    with np.load(path, allow_pickle=False) as file:
+        return {method: file[f"{method}/probs"] for method in kept if f"{method}/probs" in file}
+
+
+def _write_predictions(path: Path, probs: Mapping[str, NDArray[Any]]) -> None:
+    """Predictions, the labels, and the images that the first of the methods is least sure of."""
+    shown = [method for method in PICTURED if method in probs]
+    arrays: dict[str, NDArray[Any]] = {f"{method}/probs": probs[method] for method in shown}
+    if shown:
+        test, first = load_mnist("test"), probs[shown[0]].astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
-            entropy = -np.nansum(shown * np.log(shown), axis=1)
+            entropy = -np.nansum(first * np.log(first), axis=1)
         index = np.argsort(-entropy, kind="stable")[:UNCERTAIN]
-        arrays["labels"] = test.y[: len(shown)].numpy().astype(np.uint8)
+        arrays["labels"] = test.y[: len(first)].numpy().astype(np.uint8)
         arrays["uncertain"] = index
         arrays["images"] = (255 * test.x[index]).round().numpy().astype(np.uint8)
     put(path, lambda file: np.savez_compressed(file, allow_pickle=False, **arrays))

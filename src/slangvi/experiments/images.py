@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 from slangvi.experiments import _images_pages
 from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell
+from slangvi.experiments._earlier import Earlier
 from slangvi.experiments._image_cells import LOADERS
 from slangvi.experiments._image_recipes import Grid, Recipe, Table
 from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._image_tables import all_finished, method_of
 from slangvi.experiments._images_pages import COLUMNS, NAME, STRANGER_COLUMNS, TURNED_COLUMNS
-from slangvi.experiments._logistic_tables import Finished, Outcome, finished, refuse_smaller
+from slangvi.experiments._logistic_tables import Finished, Outcome, finished
 from slangvi.experiments._results import aggregate, refuse_shorter, write_about, write_table
 from slangvi.experiments._runner import Progress, run_cells
 from slangvi.experiments._settings import Settings, choose
@@ -32,7 +34,7 @@ EDITION = 1
 # The posterior is cooled, as on MNIST; found by hand on short runs of LeNet, where the first steps went astray from a
 # precision of 1e3 at T = 0.03.
 _SLANG = {"precision_lr": 0.02, "precision_warmup": True, "init_precision": 1e4}
-_SLANG_GRID = {"lr": (0.003, 0.01, 0.03), "temperature": (0.1, 0.03)}
+_SLANG_GRID = {"lr": (0.003, 0.01), "temperature": (0.3, 0.1, 0.03)}
 _ADAM_RATES = {"adam_lr": (3e-4, 1e-3, 3e-3)}
 _SIGMAS = (1.0, 2.0)
 # The seconds of a step are guesses: only the order of cells and the time left depend on them.
@@ -106,12 +108,14 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     wanted = plan(rows, datasets, choose("method", settings.methods, tuple(rows.recipes)))
     every = plan(rows, every_set, tuple(rows.recipes))
     refuse_shorter(about, common["epochs"], rows.most_seeds)
-    refuse_smaller(about, [*wanted, *(done.cell for done in all_finished(every, settings.cells))])
+    common |= {"splits": rows.most_seeds}
+    there = (done.cell for done in all_finished(every, settings.cells))
+    earlier = Earlier(about, common, every, [*wanted, *there])
     for data in dict.fromkeys(_PAIRS[name][0] for name in datasets):
         for source, part in ((data, "train"), (data, "test"), (_OTHER[data], "test")):
             LOADERS[source](part)  # a missing or damaged file is told before anything is computed
     run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
-    return _save(every, common | {"splits": rows.most_seeds}, settings, start)
+    return _save(every, common, settings, start, earlier)
 
 
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
@@ -122,22 +126,35 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
 # ---- files ----
 
 
-def _save(every: Sequence[Cell], common: dict[str, Any], settings: Settings, start: float) -> Outcome:
+def _save(every: Sequence[Cell], common: dict[str, Any], settings: Settings, start: float, earlier: Earlier) -> Outcome:
     """The tables of what is finished; the JSON, which stands for all of them, last."""
     tested, done = finished(every, settings.cells), all_finished(every, settings.cells)
     paths = [settings.out / f"{NAME}{end}" for end in (".csv", "-turned.csv", "-strangers.csv", ".json")]
-    write_table(paths[0], COLUMNS, [_line(each) for each in tested])
-    write_table(paths[1], TURNED_COLUMNS, [line for each in tested for line in _lines(each, "degrees", "turned")])
-    write_table(
-        paths[2], STRANGER_COLUMNS, [line for each in tested for line in _lines(each, "strangers", "strangers")]
-    )
-    write_about(paths[3], about_run(NAME, done, common, settings, start))
+    for path, columns, lines in (
+        (paths[0], COLUMNS, [_line(each) for each in tested]),
+        (paths[1], TURNED_COLUMNS, [line for each in tested for line in _lines(each, "degrees", "turned")]),
+        (paths[2], STRANGER_COLUMNS, [line for each in tested for line in _lines(each, "strangers", "strangers")]),
+    ):
+        both = [*earlier.lines(path, columns, partial(_label, common["seed"])), *lines]
+        write_table(path, columns, sorted(both, key=_place))
+    write_about(paths[3], about_run(NAME, done, common, settings, start, kept=earlier.cells))
     rows = []
     for metric in METRICS:
         for dataset, method in dict.fromkeys((cell.dataset, method_of(cell)) for cell, _ in tested):
             mine = [s for cell, s in tested if (cell.dataset, method_of(cell)) == (dataset, method)]
             rows.append(aggregate(dataset, metric, method, [float(s.arrays[metric][0]) for s in mine]))
     return Outcome(rows, paths)
+
+
+def _label(first_seed: int, line: Mapping[str, str]) -> str:
+    """The cell behind a line."""
+    return f"{line['data']}_{line['network']} {line['method']}-seed{int(line['seed']) - first_seed}"
+
+
+def _place(line: Sequence[Any]) -> tuple[int, int]:
+    """Where a line belongs, whenever it was made: by data and network, then by method."""
+    data, network, method = line[:3]
+    return DATASETS.index(f"{data}_{network}"), METHODS.index(method)
 
 
 def _key(cell: Cell) -> tuple[str, str, str, int]:

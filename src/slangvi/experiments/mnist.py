@@ -8,8 +8,9 @@ from typing import Any
 
 from slangvi.data import load_mnist
 from slangvi.experiments import _mnist_pages
+from slangvi.experiments._earlier import Earlier
 from slangvi.experiments._image_tables import all_finished
-from slangvi.experiments._logistic_tables import Outcome, refuse_smaller
+from slangvi.experiments._logistic_tables import Outcome
 from slangvi.experiments._mnist_recipes import METHODS as RECIPES
 from slangvi.experiments._mnist_recipes import NAME, table
 from slangvi.experiments._mnist_tables import save
@@ -61,11 +62,13 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     choose("dataset", settings.datasets, DATASETS)
     wanted, every = (rows.finals(NAME, names) for names in (choose("method", settings.methods, known), known))
     refuse_shorter(about, common["epochs"], rows.most_seeds)
-    refuse_smaller(about, [*wanted, *(done.cell for done in all_finished(every, settings.cells))])
+    common |= {"splits": rows.most_seeds}
+    there = (done.cell for done in all_finished(every, settings.cells))
+    earlier = Earlier(about, common, every, [*wanted, *there])
     for part in ("train", "test"):
         load_mnist(part)  # a missing or damaged file is told before anything is computed
     run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
-    return save(every, common | {"splits": rows.most_seeds}, settings, start)
+    return save(every, common, settings, start, earlier)
 
 
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:

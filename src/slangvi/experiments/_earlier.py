@@ -1,0 +1,65 @@
+"""A table that was made before, perhaps elsewhere: what a run does not compute stays in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slangvi.experiments._cells import Cell
+from slangvi.experiments._results import read_about, read_table
+
+__all__ = ["Earlier"]
+
+# They say where and how much was computed, not what.
+_ELSEWHERE = ("device", "quick")
+
+
+class Earlier:
+    """The results an experiment finds in its folder, of which the cells may be gone, as in a clone of the repository.
+
+    Lines of cells that are neither chosen nor kept here are carried over, if they were made with the same settings;
+    otherwise they would be lost, and the run is refused before it begins.
+
+    Args:
+        about: the JSON of the earlier results; without one nothing is carried over.
+        common: settings that all cells share now.
+        planned: all cells of the experiment.
+        here: those that are chosen or kept beside the results.
+    """
+
+    def __init__(self, about: Path, common: Mapping[str, Any], planned: Iterable[Cell], here: Iterable[Cell]) -> None:
+        told: Mapping[str, Any] = read_about(about) if about.is_file() else {"settings": {}, "cells": {}}
+        mine = {cell.label for cell in _with_needs(here)}
+        self.cells = {label: facts for label, facts in told.get("cells", {}).items() if label not in mine}
+        prints = {cell.label: cell.fingerprint for cell in _with_needs(planned)}
+        same = _what(told["settings"]) == _what(common)
+        other = [label for label, facts in self.cells.items() if not (same and _agrees(prints.get(label), facts))]
+        if other:
+            raise ValueError(
+                f"{about} has {len(other)} cells of other settings that were not chosen and are not kept beside it "
+                f"({min(other)}, ...): they would be lost. Choose another folder with --out, or leave out --datasets "
+                "and --methods."
+            )
+
+    def lines(
+        self, path: Path, header: Sequence[str], label: Callable[[Mapping[str, str]], str | None]
+    ) -> list[tuple[str, ...]]:
+        """Lines of an earlier table that are carried over; `label` tells the cell of a line."""
+        found = read_table(path, header) if self.cells else []
+        return [tuple(line.values()) for line in found if label(line) in self.cells]
+
+
+def _with_needs(cells: Iterable[Cell]) -> Iterator[Cell]:
+    for cell in cells:
+        yield cell
+        yield from cell.needs
+
+
+def _what(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _ELSEWHERE}
+
+
+def _agrees(fingerprint: str | None, facts: Mapping[str, Any]) -> bool:
+    """Whether a cell is still planned, with the settings it had; a time when these were not told is trusted."""
+    return fingerprint is not None and facts.get("fingerprint", fingerprint) == fingerprint
