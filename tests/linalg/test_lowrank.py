@@ -293,7 +293,7 @@ def gap_of_grams(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("pretend", [lambda x: x, on_gpu], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("size", [1 << 16, (1 << 16) + 4321])
+@pytest.mark.parametrize("size", [1 << 16, (1 << 16) + 4321, 1 << 20])
 @pytest.mark.parametrize("rank", [1, 8, 32])
 @pytest.mark.parametrize("weighed", [False, True])
 def test_gram_of_long_float32_rows_is_that_of_float64(weighed, rank, size, pretend, generator):

@@ -23,13 +23,16 @@ from slangvi.linalg.noise import standard_normal
 
 __all__ = ["LowRankPrecision", "factorize", "matmul"]
 
-# Rows from this length on are long, and the columns a CPU takes at once then; not a power of two, since rows that far
-# apart would compete for the same lines of its cache.
+# Rows from this length on are long. Products of so many columns are summed in float32, as BLAS pleases, and these in
+# float64; a CPU takes so many products at once. Not a power of two, since rows that far apart would compete for the same
+# lines of its cache.
 _LONG = 1 << 16
-_BLOCK = 8000
-_MOST_BLOCKS = 128
+_BLOCK = 1000
+_BLOCKS_AT_ONCE = 64
 # Relative rounding of their Gram, with room to spare.
 _LONG_ROUNDING = 3e-7
+# From this length on rows are squared one after the other.
+_WIDE = 8000
 # Up to so many parameters for each column of U products with it are in float64. They are short then, and there is
 # little that U does not span: what it takes away from a vector would leave nothing but the rounding of float32.
 _NARROW = 4
@@ -384,15 +387,15 @@ def _gram_of_long_rows(rows: Tensor, weights: Tensor | None) -> Tensor:
         scaled = rows if weights is None else rows * weights
         return contract(scaled, scaled, torch.float64)
     rank, size = rows.shape
-    width = max(_BLOCK, -(-size // _MOST_BLOCKS))
+    width = _BLOCKS_AT_ONCE * _BLOCK
     total = rows.new_zeros(rank, rank, dtype=torch.float64)
-    scratch, product = rows.new_empty(rank * width), rows.new_empty(rank, rank)
+    scratch = rows.new_empty(0 if weights is None else rank * min(width, size))
     for start in range(0, size, width):
-        block = rows[:, start : start + width]
+        part = rows[:, start : start + width]
         if weights is not None:
-            space = scratch[: block.numel()].view(block.shape)
-            block = torch.mul(block, weights[start : start + width], out=space)
-        total += torch.mm(block, block.mT, out=product)
+            space = scratch[: part.numel()].view(part.shape)
+            part = torch.mul(part, weights[start : start + width], out=space)
+        total += _in_blocks(part, part, _BLOCK)
     return total
 
 
@@ -405,7 +408,7 @@ def _plain(x: Tensor) -> bool:
 
 def column_squares(rows: Tensor) -> Tensor:
     """Diagonal of UUᵀ for U by rows, (..., L, P) → (..., P)."""
-    if rows.device.type == "cpu" and rows.ndim == 2 and len(rows) and rows.shape[1] >= _BLOCK and _plain(rows):
+    if rows.device.type == "cpu" and rows.ndim == 2 and len(rows) and rows.shape[1] >= _WIDE and _plain(rows):
         total = rows[0].square()
         for row in rows[1:]:
             total.addcmul_(row, row)  # one row after the other stays in the cache, all squares together do not
@@ -422,15 +425,19 @@ def contract(rows: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> 
     A GPU has no good kernel for matrices this thin; on many chunks at once it does well. The sums of the chunks are
     added in float64.
     """
-    size = rows.shape[-1]
-    chunks = size // _CHUNK
-    if rows.device.type != "cuda" or chunks < 2:
-        return (rows @ others.mT).to(dtype or rows.dtype)
-    parts = [x[:, : chunks * _CHUNK].unflatten(-1, (chunks, _CHUNK)).transpose(0, 1) for x in (rows, others)]
-    total: Tensor = (parts[0] @ parts[1].mT).sum(0, dtype=torch.float64)
-    if size > chunks * _CHUNK:
-        total += rows[:, chunks * _CHUNK :] @ others[:, chunks * _CHUNK :].mT
-    return total.to(dtype or rows.dtype)
+    many = rows.device.type == "cuda" and rows.shape[-1] >= 2 * _CHUNK
+    found = _in_blocks(rows, others, _CHUNK) if many else rows @ others.mT
+    return found.to(dtype or rows.dtype)
+
+
+def _in_blocks(rows: Tensor, others: Tensor, block: int) -> Tensor:
+    """Inner products, (L, P) and (K, P) → (L, K), float64: within blocks of columns in the rows' dtype, then added."""
+    count = rows.shape[-1] // block
+    left, right = (x[:, : count * block].unflatten(-1, (count, block)).transpose(0, 1) for x in (rows, others))
+    total: Tensor = torch.bmm(left, right.mT).sum(0, dtype=torch.float64)
+    if rows.shape[-1] > count * block:
+        total = total + rows[:, count * block :] @ others[:, count * block :].mT
+    return total
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
