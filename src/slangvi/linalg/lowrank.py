@@ -23,8 +23,8 @@ from slangvi.linalg.noise import standard_normal
 
 __all__ = ["LowRankPrecision", "factorize", "matmul"]
 
-# Rows from this length on are long. Products of so many columns are summed in float32, as BLAS pleases, and these in
-# float64; a CPU takes so many products at once. Not a power of two, since rows that far apart would compete for the same
+# Rows from this length on are long. So many of their columns are summed in float32, as BLAS pleases, and these sums in
+# float64; a CPU takes so many of them at once. Not a power of two, since rows that far apart would compete for the same
 # lines of its cache.
 _LONG = 1 << 16
 _BLOCK = 1000

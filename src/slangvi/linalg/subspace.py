@@ -132,8 +132,11 @@ def ritz(small: Tensor, count: int) -> Ritz:
     Columns are brought to length one before XᵀX is decomposed. Directions within its rounding are left out, w = 0 and
     θ = 0: their values would be noise that can be larger than what is looked for. What rounding leaves of the residual
     counts with either sign, for the same reason.
+
+    The formula holds for θ = yᵀKy, which is what a K that is symmetric up to rounding only has both halves for.
     """
     gram, first, second = small.cpu().unbind(-3)
+    first = 0.5 * (first + first.mT)
     info = torch.finfo(gram.dtype)
     lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(info.tiny).sqrt()
     scale = 1.0 / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
