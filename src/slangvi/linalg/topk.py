@@ -150,9 +150,13 @@ class Problem:
         return image.mul_(lengths)
 
     def combined(self, vectors: Tensor) -> Tensor:
-        """WᵀC for W given by its columns, (..., n, K) → (..., K, P)."""
-        weights, (a, b), rank = vectors.to(self.factor.dtype), self._roots, self.factor.shape[-2]
-        kept, new = mix((weights[..., :rank, :] * a).mT, self._old), weights[..., rank:, :] * b
+        """WᵀC for W given by its columns, (..., n, K) → (..., K, P).
+
+        Roots are multiplied in before anything is rounded: the rounding of √(1−β) would be the same at every step.
+        """
+        (a, b), rank, dtype = self._roots, self.factor.shape[-2], self.factor.dtype
+        kept, new = (vectors[..., :rank, :] * a).to(dtype), (vectors[..., rank:, :] * b).to(dtype)
+        kept = mix(kept.mT, self._old)
         if self._columns is not None:
             return kept + self.gradients.t_mm(new) * self._columns
         return self.gradients.t_mm(new, onto=kept)
@@ -169,7 +173,9 @@ class Problem:
         """The diagonal of A, (..., P)."""
         if self.route == "parameters" and self.factor.shape[-2]:  # without a factor the matrix is not needed
             return self.matrix.diagonal(dim1=-2, dim2=-1).to(self.factor.dtype)
-        return self.keep * column_squares(self.factor) + self.gain * self.gradients.square_sum()
+        old = column_squares(self.factor)
+        # Not a·old: 1−β in float32 is off by the same amount at every step, which adds up where β is small.
+        return old - (1.0 - self.keep) * old + self.gain * self.gradients.square_sum()
 
     def solve(self) -> Solved:
         """U⁺ with U⁺U⁺ᵀ the best approximation; its rows need not be single eigenvectors."""
