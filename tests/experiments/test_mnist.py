@@ -321,6 +321,20 @@ def test_what_a_run_does_not_compute_stays_in_the_tables(seed, ran, tmp_path):
     assert all(new[label] == old[label] for label in new if "map" not in label)
 
 
+def test_settings_that_are_no_longer_searched_are_forgotten(ran, tmp_path):
+    clone = cloned(ran[0], tmp_path)
+    about = json.loads((clone.out / "mnist.json").read_text())
+    for method in ("map", "slang_1"):
+        about["cells"][f"mnist {method}-adam_lr7"] = about["cells"]["mnist map-seed0"]
+    (clone.out / "mnist.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match=r"has 1 cells .*mnist slang_1-adam_lr7"):
+        mnist.run(replace(clone, methods=("map",)))
+    del about["cells"]["mnist slang_1-adam_lr7"]
+    (clone.out / "mnist.json").write_text(json.dumps(about))
+    mnist.run(replace(clone, methods=("map",)))
+    assert "mnist map-adam_lr7" not in json.loads((clone.out / "mnist.json").read_text())["cells"]
+
+
 @pytest.mark.parametrize("other", ["a cell", "all"])
 def test_lines_of_other_settings_are_not_mixed_in(other, ran, tmp_path):
     clone = cloned(ran[0], tmp_path)

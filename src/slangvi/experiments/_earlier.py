@@ -31,8 +31,10 @@ class Earlier:
     def __init__(self, about: Path, common: Mapping[str, Any], planned: Iterable[Cell], here: Iterable[Cell]) -> None:
         told: Mapping[str, Any] = read_about(about) if about.is_file() else {"settings": {}, "cells": {}}
         mine = {cell.label for cell in _with_needs(here)}
-        self.cells = {label: facts for label, facts in told.get("cells", {}).items() if label not in mine}
         prints = {cell.label: cell.fingerprint for cell in _with_needs(planned)}
+        # Settings that are no longer searched go with what was chosen from them.
+        mine |= {label for label in set(told.get("cells", ())) - set(prints) if _owner(label) in map(_owner, mine)}
+        self.cells = {label: facts for label, facts in told.get("cells", {}).items() if label not in mine}
         same = _what(told["settings"]) == _what(common)
         other = [label for label, facts in self.cells.items() if not (same and _agrees(prints.get(label), facts))]
         if other:
@@ -54,6 +56,11 @@ def _with_needs(cells: Iterable[Cell]) -> Iterator[Cell]:
     for cell in cells:
         yield cell
         yield from cell.needs
+
+
+def _owner(label: str) -> str:
+    """Data set and method, without setting or seed."""
+    return label.partition("-")[0]
 
 
 def _what(settings: Mapping[str, Any]) -> dict[str, Any]:
