@@ -24,11 +24,12 @@ from slangvi.linalg.noise import standard_normal
 __all__ = ["LowRankPrecision", "factorize", "matmul"]
 
 # Rows from this length on are long. So many of their columns are summed in float32, as BLAS pleases, and these sums in
-# float64; a CPU takes so many of them at once. Not a power of two, since rows that far apart would compete for the same
-# lines of its cache.
+# float64. A CPU takes so many of them at once, or more where there would be more parts than this. Not a power of two,
+# since rows that far apart would compete for the same lines of its cache.
 _LONG = 1 << 16
 _BLOCK = 1000
 _BLOCKS_AT_ONCE = 64
+_MOST_PARTS = 128
 # Relative rounding of their Gram, with room to spare.
 _LONG_ROUNDING = 3e-7
 # From this length on rows are squared one after the other.
@@ -387,7 +388,7 @@ def _gram_of_long_rows(rows: Tensor, weights: Tensor | None) -> Tensor:
         scaled = rows if weights is None else rows * weights
         return contract(scaled, scaled, torch.float64)
     rank, size = rows.shape
-    width = _BLOCKS_AT_ONCE * _BLOCK
+    width = max(_BLOCKS_AT_ONCE, -(-size // (_MOST_PARTS * _BLOCK))) * _BLOCK
     total = rows.new_zeros(rank, rank, dtype=torch.float64)
     scratch = rows.new_empty(0 if weights is None else rank * min(width, size))
     for start in range(0, size, width):
