@@ -114,6 +114,15 @@ def test_rounding_does_not_add_up_where_the_factor_holds_all_curvature(rank):
 # ---- memory
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """Whatever was there before is not looked at: a collector that goes through all of it takes a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def resident():
     """Bytes this process holds in memory."""
     gc.collect()
