@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import slangvi
-from correctness import glm, longley
+from correctness import glm, kidscores, longley
 from slangvi._steps import Prior, Rate
 from slangvi.grads import DenseGradients
 
 DRAWS, BURN_IN, STEPS = 4, 20, 100
 
 
-def averaging(step: int) -> float:
+def averaging(step: int, burn_in: int = BURN_IN) -> float:
     """A rate for which the state after the burn-in is a plain mean over all later draws."""
-    return 0.3 if step <= BURN_IN else 1.0 / (step - BURN_IN)
+    return 0.3 if step <= burn_in else 1.0 / (step - burn_in)
 
 
 def trained(build: Callable[..., Any], model: glm.Model, **options: Any) -> tuple[Tensor, Tensor]:
@@ -139,6 +140,48 @@ def certified() -> float:
     deviation = (back @ posterior.covariance_matrix @ back.T).diagonal().sqrt()
     errors = [(mean / longley.ESTIMATES - 1).abs().max(), (deviation / longley.DEVIATIONS - 1).abs().max()]
     return float(max(errors))
+
+
+@lru_cache
+def kid_scores() -> tuple[float, float]:
+    """Three linear models with unknown noise against Stan's draws: worst mean in sd, worst sd relative, raw units."""
+    gaps = [_kid_score_gaps(reference) for reference in kidscores.REFERENCES.values()]
+    return max(gap[0] for gap in gaps), max(gap[1] for gap in gaps)
+
+
+def _kid_score_gaps(reference: kidscores.Reference, seed: int = 0) -> tuple[float, float]:
+    rows = kidscores.rows()
+    y, x = rows[:, 0], torch.cat([torch.ones_like(rows[:, :1]), rows[:, list(reference.columns)]], 1)
+
+    def log_likelihood(params: Any, batch: Any) -> Tensor:
+        """With the prior of log σ, a half-Cauchy for σ, shared out among the rows."""
+        log_sigma = params["log_sigma"]
+        prior = log_sigma - ((log_sigma.exp() / kidscores.CAUCHY_SCALE) ** 2).log1p()
+        residual = (batch[1] - batch[0] @ params["beta"]) / log_sigma.exp()
+        return -log_sigma - 0.5 * residual.square() + prior / len(y)
+
+    vi = slangvi.full.build(
+        log_likelihood,
+        num_data=len(y),
+        lr=lambda step: averaging(step, 3 * BURN_IN),  # the start is far off along some directions, in raw units
+        curvature="hessian",
+        prior_precision=1e-9,
+        mc_samples=16 * DRAWS,
+        momentum=0.0,
+        init_precision=float(len(y)),
+    )
+    beta = torch.zeros(x.shape[1], dtype=torch.float64)
+    beta[0] = y.mean()
+    state, generator = vi.init({"beta": beta, "log_sigma": y.std().log()}), torch.Generator().manual_seed(seed)
+    for _ in range(3 * BURN_IN + STEPS):
+        state, _ = vi.update(state, (x, y), generator=generator)
+    q = vi.posterior(state)
+    mean, variance = q.mean, q.covariance_matrix.diagonal()
+    sigma = (mean[-1] + 0.5 * variance[-1]).exp()  # log-normal
+    found = torch.cat([mean[:-1], sigma[None]])
+    deviations = torch.cat([variance[:-1].sqrt(), (sigma * variance[-1].expm1().sqrt())[None]])
+    away = (found - torch.tensor(reference.means).double()).abs() / reference.deviations
+    return float(away.max()), float((deviations / reference.deviations - 1).abs().max())
 
 
 def exact_fit(model: Callable[[], glm.Model], family: str) -> float:

@@ -9,12 +9,15 @@ from torch import nn
 import slangvi
 from relating import log_likelihood, logistic
 from slangvi.errors import UnsupportedModuleError
+from slangvi.grads import dense
 from slangvi.methods._curvature import check_curvature, hessian_gatherer
 from slangvi.types import ParamSpec
 
 
+@pytest.mark.parametrize("shared", [8 << 20, 0], ids=["one pass", "draw by draw"])
 @pytest.mark.parametrize("P", [3, 70])  # more than are computed at once
-def test_logistic_regression_has_its_analytic_hessian(P):
+def test_logistic_regression_has_its_analytic_hessian(P, shared, monkeypatch):
+    monkeypatch.setattr(dense, "_SHARED_BYTES", {"cpu": shared})
     batch = logistic(20, P)
     thetas = torch.randn(4, P, dtype=torch.float64)
     p = (thetas @ batch[0].T).sigmoid()
@@ -34,6 +37,20 @@ def test_a_network_has_the_hessian_torch_finds():
     theta = spec.flatten(dict(model.named_parameters())).detach()
     expected = torch.autograd.functional.hessian(lambda flat: -likelihood(spec.unflatten(flat), batch).sum(), theta)
     found = hessian_gatherer(likelihood, diagonal=False)(spec, theta.unsqueeze(0), batch)
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_vmap_cannot_follow_goes_draw_by_draw():
+    """Weights go into a tensor made here, which vmap over draws refuses."""
+
+    def written(params, batch):
+        weight = torch.zeros(3, dtype=torch.float64)
+        weight += params["w"]
+        return log_likelihood({"w": weight}, batch)
+
+    batch, thetas = logistic(20, 3), torch.randn(4, 3, dtype=torch.float64)
+    spec = ParamSpec.of({"w": thetas[0]})
+    found, expected = (hessian_gatherer(f, diagonal=False)(spec, thetas, batch) for f in (written, log_likelihood))
     torch.testing.assert_close(found, expected)
 
 

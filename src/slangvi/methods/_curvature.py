@@ -11,6 +11,7 @@ from torch.func import grad, vjp, vmap
 
 from slangvi import _checks
 from slangvi.errors import UnsupportedModuleError
+from slangvi.grads.dense import Together, batch_size, draws_at_once
 from slangvi.types import Params, ParamSpec
 
 __all__ = ["HESSIAN_REMEDY", "check_curvature", "hessian_gatherer"]
@@ -37,7 +38,7 @@ def hessian_gatherer(
     $$ \sum_{s,i} -\nabla^2 \log p(y_i \mid x_i, \theta_s) $$
 
     Every draw takes one forward and backward pass, and one more backward pass through both for each of the P
-    parameters, diagonal or not: automatic differentiation gives whole rows.
+    parameters, diagonal or not: automatic differentiation gives whole rows. Small problems take all draws in one pass.
 
     Args:
         log_likelihood: (params, batch) → (M,).
@@ -53,6 +54,7 @@ def hessian_gatherer(
         tensor([[1., 2.],
                 [2., 4.]])
     """
+    together = Together()
 
     def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> Tensor:
         def loss(flat: Tensor) -> Tensor:
@@ -61,6 +63,9 @@ def hessian_gatherer(
                 params = {name: value.to(dtypes[name]) for name, value in params.items()}
             return -log_likelihood(params, batch).sum()
 
+        at_once = draws_at_once(spec, thetas, max(batch_size(batch), spec.num_params))
+        if at_once > 1:
+            return together(lambda theta: _hessian(loss, theta, diagonal), thetas, at_once).sum(0)
         total = _hessian(loss, thetas[0], diagonal)
         for theta in thetas[1:]:
             total += _hessian(loss, theta, diagonal)
@@ -71,14 +76,14 @@ def hessian_gatherer(
 
 def _hessian(loss: Callable[[Tensor], Tensor], theta: Tensor, diagonal: bool) -> Tensor:
     """Second derivatives at one point: (P,) or (P, P)."""
-    size = len(theta)
-    found = theta.new_empty(size if diagonal else (size, size))
+    size, found = len(theta), []
     try:
         pull = vjp(grad(loss), theta)[1]
         for place in torch.arange(size, device=theta.device).split(_ROWS):
-            units = theta.new_zeros(len(place), size).scatter_(1, place[:, None], 1.0)
+            units = torch.zeros(len(place), size, dtype=theta.dtype, device=theta.device)
+            units.scatter_(1, place[:, None], 1.0)
             rows = vmap(lambda unit: pull(unit)[0])(units)
-            found[place] = rows.gather(1, place[:, None])[:, 0] if diagonal else rows
+            found.append(rows.gather(1, place[:, None])[:, 0] if diagonal else rows)
     except RuntimeError as error:
         if "derivative for" not in str(error):
             raise
@@ -86,4 +91,4 @@ def _hessian(loss: Callable[[Tensor], Tensor], theta: Tensor, diagonal: bool) ->
             'curvature="hessian" needs second derivatives, which an operation in log_likelihood does not have: '
             f'{error} Use curvature="ef".'
         ) from error
-    return found
+    return torch.cat(found)
