@@ -321,6 +321,16 @@ def test_what_a_run_does_not_compute_stays_in_the_tables(seed, ran, tmp_path):
     assert all(new[label] == old[label] for label in new if "map" not in label)
 
 
+def test_a_choice_that_is_taken_over_stays_marked(ran, tmp_path, monkeypatch):
+    """Cells of the search are here again, the run that chose from them is not."""
+    clone = cloned(ran[0], tmp_path)
+    for path in (ran[0].cells / "mnist").glob("mnist-map-neg*"):
+        (clone.cells / "mnist").mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, clone.cells / "mnist")
+    mnist.run(replace(clone, methods=("slang_1_cold",)))
+    assert (clone.out / "mnist-tuning.csv").read_text() == (ran[0].out / "mnist-tuning.csv").read_text()
+
+
 def test_settings_that_are_no_longer_searched_are_forgotten(ran, tmp_path):
     clone = cloned(ran[0], tmp_path)
     about = json.loads((clone.out / "mnist.json").read_text())

@@ -131,9 +131,29 @@ def written_into_a_buffer(params, batch):
 @pytest.mark.parametrize("at_once", [1, 2, 3, 10])
 def test_draws_that_share_a_pass_have_the_rows_of_a_loop(at_once, monkeypatch):
     log_likelihood, spec, thetas, batch, truth = problem(M=4, S=3)
-    monkeypatch.setattr(dense, "_SHARED_BYTES", {"cpu": at_once * 4 * spec.num_params * 8})
-    assert draws_at_once(spec, thetas, 4) == at_once
+    monkeypatch.setattr(dense, "draws_at_once", lambda *given: at_once)
     torch.testing.assert_close(per_example_gradients(log_likelihood, spec, thetas, batch).form(), truth)
+
+
+def test_sums_over_draws_hold_one_pass_at_a_time():
+    thetas, seen = torch.arange(14.0).reshape(7, 2), []
+
+    def spied(theta):
+        seen.append(theta)
+        return theta.square()
+
+    torch.testing.assert_close(Together().summed(spied, thetas, 3), thetas.square().sum(0))
+    assert len(seen) == 3  # two passes of three draws, and one draw left
+
+
+def test_small_problems_share_passes_and_large_ones_do_not():
+    spec, thetas = ParamSpec.of({"w": torch.zeros(100)}), torch.zeros(5, 100)
+    small = torch.zeros(10, 3)
+    assert draws_at_once(spec, thetas, small) == (8 << 20) // (10 * 400)
+    assert draws_at_once(spec, thetas, small, backward_passes=64) == (8 << 20) // (10 * 400 * 64)
+    assert draws_at_once(spec, thetas, small, memory_limit=3 * 10 * 400 * 5) == 5
+    assert draws_at_once(spec, thetas, small, memory_limit=3 * 10 * 400 * 3) == 1
+    assert draws_at_once(spec, thetas, torch.zeros(10, 100_000)) == 1  # activations, not weights, take the room
 
 
 def test_one_call_serves_all_draws_of_a_small_problem():

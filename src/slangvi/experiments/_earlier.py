@@ -44,6 +44,11 @@ class Earlier:
                 "and --methods."
             )
 
+    def forget(self, cells: Iterable[Cell]) -> None:
+        """Drop what is known better now, by whoever computed it."""
+        for cell in cells:
+            self.cells.pop(cell.label, None)
+
     def lines(
         self, path: Path, header: Sequence[str], label: Callable[[Mapping[str, str]], str | None]
     ) -> list[tuple[str, ...]]:

@@ -19,7 +19,7 @@ from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._image_tables import all_finished, method_of
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
 from slangvi.experiments._mnist_recipes import METHODS, NAME
-from slangvi.experiments._results import Row, aggregate, write_about, write_table
+from slangvi.experiments._results import Row, aggregate, read_table, write_about, write_table
 from slangvi.experiments._settings import Settings
 
 __all__ = ["COLUMNS", "PICTURED", "TRACE_COLUMNS", "TUNING_COLUMNS", "save"]
@@ -47,6 +47,7 @@ def save(
         earlier: what the files have held so far.
     """
     tested, done = finished(finals, settings.cells), all_finished(finals, settings.cells)
+    earlier.forget(cell for cell, _ in done)
     paths = [
         settings.out / f"{NAME}{end}" for end in (".csv", "-tuning.csv", "-trace.csv", "-predictions.npz", ".json")
     ]
@@ -55,7 +56,7 @@ def save(
     probs = _known_probs(paths[3], earlier) | _first_probs(tested)
     for path, columns, label, lines in (
         (paths[0], COLUMNS, label_of_run, [_line(*each) for each in tested]),
-        (paths[1], TUNING_COLUMNS, _labels_of_settings(finals), _tuning_lines(finals, done)),
+        (paths[1], TUNING_COLUMNS, _labels_of_settings(finals), _tuning_lines(finals, done, _known_choices(paths[1]))),
         (paths[2], TRACE_COLUMNS, label_of_run, trace),
     ):
         both = [*earlier.lines(path, columns, label), *lines]
@@ -106,20 +107,30 @@ def _rows(tested: Sequence[Finished]) -> list[Row]:
     ]
 
 
-def _tuning_lines(finals: Sequence[Cell], done: Sequence[Finished]) -> list[tuple[Any, ...]]:
+def _known_choices(path: Path) -> dict[tuple[Any, ...], str]:
+    """Which settings were chosen earlier, by whatever run; a run that takes a choice over may not know it."""
+    lines = read_table(path, TUNING_COLUMNS) if path.is_file() else []
+    return {(line["method"], *(float(line[name]) for name in _SETTINGS)): line["chosen"] for line in lines}
+
+
+def _tuning_lines(
+    finals: Sequence[Cell], done: Sequence[Finished], known: Mapping[tuple[Any, ...], str]
+) -> list[tuple[Any, ...]]:
     """Every setting that was tried, and whether it was chosen."""
     results = {cell.label: stored for cell, stored in done}
-    lines, seen = [], set()
-    for final in finals:
-        ended = results.get(final.label)
-        for number, (cell, setting) in enumerate(zip(final.needs, final.settings["grid"], strict=False)):
-            if cell.label in seen or (stored := results.get(cell.label)) is None:
-                continue
-            seen.add(cell.label)
+    picked = {
+        need.label: int(int(results[final.label].arrays["choice"]) == number)
+        for final in finals
+        if final.label in results
+        for number, need in enumerate(final.needs)
+    }
+    lines = {}
+    for cell, setting in _searched(finals):
+        if (stored := results.get(cell.label)) is not None:
+            tried = _tried(cell, setting)
             measured = [float(stored.arrays[name][0]) for name in METRICS[:2]]
-            picked = "" if ended is None else int(int(ended.arrays["choice"]) == number)
-            lines.append((*_tried(cell, setting), *measured, picked))
-    return lines
+            lines[cell.label] = (*tried, *measured, picked.get(cell.label, known.get(tried, "")))
+    return list(lines.values())
 
 
 def _trace_lines(cell: Cell, stored: Any) -> list[tuple[Any, ...]]:

@@ -129,6 +129,7 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
 def _save(every: Sequence[Cell], common: dict[str, Any], settings: Settings, start: float, earlier: Earlier) -> Outcome:
     """The tables of what is finished; the JSON, which stands for all of them, last."""
     tested, done = finished(every, settings.cells), all_finished(every, settings.cells)
+    earlier.forget(cell for cell, _ in done)
     paths = [settings.out / f"{NAME}{end}" for end in (".csv", "-turned.csv", "-strangers.csv", ".json")]
     for path, columns, lines in (
         (paths[0], COLUMNS, [_line(each) for each in tested]),

@@ -21,6 +21,10 @@ _COPIES = 3
 # faster at 6 and half as fast at 30; a GPU, which waits for the host below that, has room for more.
 _SHARED_BYTES = {"cpu": 8 << 20}
 _SHARED_ELSEWHERE = 64 << 20
+# Fewer draws than these gain nothing by it.
+_FEWEST = 4
+# What a pass holds of an example beside its gradient, in units of the example: a guess, as layers are not looked at.
+_ACTIVATIONS = 8
 
 
 class DenseGradients:
@@ -149,11 +153,19 @@ class Together:
 
     def __call__(self, function: Callable[[Tensor], Tensor], thetas: Tensor, at_once: int) -> Tensor:
         """function(θ_s) for all draws (S, P), stacked; `at_once` of them share a pass."""
-        if self.possible and at_once > 1:
+        if self.possible and min(at_once, len(thetas)) > 1:
             found = self._in_one_pass(function, thetas, at_once)
             if found is not None:
                 return found
         return torch.stack([function(theta) for theta in thetas])
+
+    def summed(self, function: Callable[[Tensor], Tensor], thetas: Tensor, at_once: int) -> Tensor:
+        """Σ_s function(θ_s), of which those of one pass are there at a time."""
+        parts = iter(thetas.split(at_once))
+        total = self(function, next(parts), at_once).sum(0)
+        for part in parts:
+            total += self(function, part, at_once).sum(0)
+        return total
 
     def _in_one_pass(self, function: Callable[[Tensor], Tensor], thetas: Tensor, at_once: int) -> Tensor | None:
         """None where vmap cannot follow; the random state is then as before, so that the next try starts alike."""
@@ -204,7 +216,7 @@ def per_example_gradients(
         return lambda: rows_of(theta, slice_batch(batch, start, stop))
 
     if whole:
-        known, at_once = together or Together(), draws_at_once(spec, thetas, num_examples)
+        known, at_once = together or Together(), draws_at_once(spec, thetas, batch, memory_limit)
         pieces = [lambda: known(lambda theta: rows_of(theta, batch), thetas, at_once).flatten(0, 1)]
     else:
         step = rows_within(memory_limit, row_bytes, num_examples)
@@ -213,10 +225,26 @@ def per_example_gradients(
     return DenseGradients(pieces, len(thetas) * num_examples, spec.numels)
 
 
-def draws_at_once(spec: ParamSpec, thetas: Tensor, num_examples: int) -> int:
-    """How many draws should share a pass: small problems are slow for the number of calls, large ones are not."""
+def draws_at_once(
+    spec: ParamSpec, thetas: Tensor, batch: Any, memory_limit: int | None = None, backward_passes: int = 1
+) -> int:
+    """How many draws should share a pass: small problems are slow for the number of calls, large ones are not.
+
+    Args:
+        spec: layout of the flat vector.
+        thetas: draws, (S, P).
+        batch: what they are evaluated on.
+        memory_limit: bytes that may be taken.
+        backward_passes: through the same graph at once.
+    """
     shared = _SHARED_BYTES.get(thetas.device.type, _SHARED_ELSEWHERE)
-    return max(1, shared // (num_examples * spec.num_params * thetas.element_size()))
+    if memory_limit is not None:
+        shared = min(shared, memory_limit // _COPIES)
+    size = batch_size(batch)
+    example = sum(x.numel() * x.element_size() for x in tree_flatten(batch)[0] if isinstance(x, Tensor)) // size
+    row = max(1, spec.num_params * thetas.element_size(), _ACTIVATIONS * example)
+    found = shared // (size * row * backward_passes)
+    return found if found >= _FEWEST else 1
 
 
 def rows_within(memory_limit: int | None, row_bytes: int, most: int | None) -> int:

@@ -152,7 +152,7 @@ class Problem:
     def combined(self, vectors: Tensor) -> Tensor:
         """WᵀC for W given by its columns, (..., n, K) → (..., K, P).
 
-        Roots are multiplied in before anything is rounded: the rounding of √(1−β) would be the same at every step.
+        Roots are multiplied in before anything is rounded: that of √(1−β) would be the same at every step.
         """
         (a, b), rank, dtype = self._roots, self.factor.shape[-2], self.factor.dtype
         kept, new = (vectors[..., :rank, :] * a).to(dtype), (vectors[..., rank:, :] * b).to(dtype)
@@ -173,9 +173,10 @@ class Problem:
         """The diagonal of A, (..., P)."""
         if self.route == "parameters" and self.factor.shape[-2]:  # without a factor the matrix is not needed
             return self.matrix.diagonal(dim1=-2, dim2=-1).to(self.factor.dtype)
-        old = column_squares(self.factor)
+        old, keep = column_squares(self.factor), self.keep
         # Not a·old: 1−β in float32 is off by the same amount at every step, which adds up where β is small.
-        return old - (1.0 - self.keep) * old + self.gain * self.gradients.square_sum()
+        kept = keep * old if isinstance(keep, Tensor) else old.sub(old, alpha=1.0 - keep)
+        return kept + self.gain * self.gradients.square_sum()
 
     def solve(self) -> Solved:
         """U⁺ with U⁺U⁺ᵀ the best approximation; its rows need not be single eigenvectors."""

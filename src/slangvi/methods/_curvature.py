@@ -11,7 +11,7 @@ from torch.func import grad, vjp, vmap
 
 from slangvi import _checks
 from slangvi.errors import UnsupportedModuleError
-from slangvi.grads.dense import Together, batch_size, draws_at_once
+from slangvi.grads.dense import Together, draws_at_once
 from slangvi.types import Params, ParamSpec
 
 __all__ = ["HESSIAN_REMEDY", "check_curvature", "hessian_gatherer"]
@@ -63,13 +63,8 @@ def hessian_gatherer(
                 params = {name: value.to(dtypes[name]) for name, value in params.items()}
             return -log_likelihood(params, batch).sum()
 
-        at_once = draws_at_once(spec, thetas, max(batch_size(batch), spec.num_params))
-        if at_once > 1:
-            return together(lambda theta: _hessian(loss, theta, diagonal), thetas, at_once).sum(0)
-        total = _hessian(loss, thetas[0], diagonal)
-        for theta in thetas[1:]:
-            total += _hessian(loss, theta, diagonal)
-        return total
+        at_once = draws_at_once(spec, thetas, batch, backward_passes=min(_ROWS, spec.num_params))
+        return together.summed(lambda theta: _hessian(loss, theta, diagonal), thetas, at_once)
 
     return gather
 

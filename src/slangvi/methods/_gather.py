@@ -68,7 +68,7 @@ def dense_gatherer(log_likelihood: LogLikelihood, memory_limit: int | None) -> G
             return one_per_example(log_likelihood(spec.unflatten(theta), batch), count)
 
         with torch.no_grad():
-            mean = checked_mean(together(values, thetas, draws_at_once(spec, thetas, count)))
+            mean = checked_mean(together(values, thetas, draws_at_once(spec, thetas, batch, memory_limit)))
         return per_example_gradients(log_likelihood, spec, thetas, batch, memory_limit, together), mean
 
     return gather

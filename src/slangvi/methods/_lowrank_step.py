@@ -74,8 +74,8 @@ class Proposed(NamedTuple):
         prec_diag: d⁺, (P,).
         momentum: m⁺, (P,).
         precision: U⁺U⁺ᵀ + diag d⁺, factorised: a `LowRankPrecision`, or what `factorize_batch` makes of a batch.
-        told: trace of (1−β)UUᵀ + βĜ, Σ of diagonal corrections that rounding made negative, and the sums of μ⁺ and d⁺,
-            finite only if these are, (4,).
+        told: trace of (1−β)UUᵀ + βĜ, Σ of negative diagonal corrections set to zero, and the sums of μ⁺ and d⁺, finite
+            only if these are, (4,).
     """
 
     loc: Tensor
@@ -167,21 +167,15 @@ def widen(
     """The covariance half of `propose`; Σ_l u_l² of the old factor can be given when it is known."""
     beta, problem = rates.precision_lr, observed.problem
     old_squares = column_squares(problem.factor) if old_squares is None else old_squares
-    diag_A = old_squares - beta * old_squares + (beta * weight) * observed.squares  # as in `Problem.diagonal`
+    diag_A = (1 - beta) * old_squares + (beta * weight) * observed.squares
     return widen_by(diag, problem.solution(values, vectors), diag_A, prior, rates)
 
 
 def widen_by(diag: Tensor, factor: Tensor, whole_diag: Tensor, prior: Prior, rates: Rates) -> Widened:
-    """The same from U⁺, (..., L, P), and the diagonal of (1−β)UUᵀ + βĜ, (..., P).
-
-    Δ counts with either sign: its rounding then cancels over the steps, where the positive half alone would add up to a
-    share of ε/β. d⁺ stays above what it is without Δ, or above λ where that is lower.
-    """
+    """The same from U⁺, (..., L, P), and the diagonal of (1−β)UUᵀ + βĜ, (..., P)."""
     squares = column_squares(factor)
     correction = whole_diag - squares
-    relaxed = lerp(diag, prior.precision, rates.precision_lr)
-    lowest = torch.minimum(relaxed, prior.precision)
-    new_diag = torch.maximum(relaxed.add_(correction), lowest)
+    new_diag = lerp(diag, prior.precision, rates.precision_lr).add_(correction.clamp_min(0))
     return Widened(factorize_batch(factor, new_diag), whole_diag, correction, squares)
 
 
