@@ -58,13 +58,11 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def assert_same_state(eager, replayed, tolerance=1e-6) -> None:
-    """The mean, the momentum, UUᵀ and the diagonal, whose rounding is that of the whole it is a rest of."""
+    """The mean, the diagonal and the momentum, and UUᵀ through its action on a few vectors and its size."""
     assert eager.step == replayed.step
-    for name in ("loc", "momentum"):
+    for name in ("loc", "prec_diag", "momentum"):
         assert relative(getattr(eager, name), getattr(replayed, name)) <= tolerance, name
     U, V = eager.prec_factor.double(), replayed.prec_factor.double()
-    whole = eager.prec_diag + U.square().sum(0)
-    assert float((eager.prec_diag - replayed.prec_diag).norm() / whole.norm()) <= tolerance
     # The eigenproblem is solved to 1e-6 of its largest value, at every step.
     gap = (U.mT @ U - V.mT @ V).norm() / (U.mT @ U).norm().clamp_min(1e-30)
     assert float(gap) <= 10 * tolerance

@@ -321,7 +321,7 @@ def test_what_a_run_does_not_compute_stays_in_the_tables(seed, ran, tmp_path):
     assert all(new[label] == old[label] for label in new if "map" not in label)
 
 
-def test_a_choice_that_is_taken_over_stays_marked(ran, tmp_path, monkeypatch):
+def test_a_choice_that_is_taken_over_stays_marked(ran, tmp_path):
     """Cells of the search are here again, the run that chose from them is not."""
     clone = cloned(ran[0], tmp_path)
     for path in (ran[0].cells / "mnist").glob("mnist-map-neg*"):

@@ -77,7 +77,7 @@ def _label_of_run(first_seed: int, line: Mapping[str, str]) -> str:
 def _labels_of_settings(finals: Sequence[Cell]) -> Callable[[Mapping[str, str]], str | None]:
     """The same for a line of a setting that was tried."""
     tried = {_tried(cell, setting): cell.label for cell, setting in _searched(finals)}
-    return lambda line: tried.get((line["method"], *(float(line[name]) for name in _SETTINGS)))
+    return lambda line: tried.get(_read_back(line))
 
 
 def _searched(finals: Sequence[Cell]) -> Iterator[tuple[Cell, Mapping[str, float]]]:
@@ -89,6 +89,11 @@ def _searched(finals: Sequence[Cell]) -> Iterator[tuple[Cell, Mapping[str, float
 def _tried(cell: Cell, setting: Mapping[str, float]) -> tuple[Any, ...]:
     """Method and setting; not cooled unless it says so."""
     return (method_of(cell), *(*setting.values(), 1.0)[: len(_SETTINGS)])
+
+
+def _read_back(line: Mapping[str, str]) -> tuple[Any, ...]:
+    """The same from a line of the table."""
+    return (line["method"], *(float(line[name]) for name in _SETTINGS))
 
 
 def _line(cell: Cell, stored: Any) -> tuple[Any, ...]:
@@ -110,7 +115,7 @@ def _rows(tested: Sequence[Finished]) -> list[Row]:
 def _known_choices(path: Path) -> dict[tuple[Any, ...], str]:
     """Which settings were chosen earlier, by whatever run; a run that takes a choice over may not know it."""
     lines = read_table(path, TUNING_COLUMNS) if path.is_file() else []
-    return {(line["method"], *(float(line[name]) for name in _SETTINGS)): line["chosen"] for line in lines}
+    return {_read_back(line): line["chosen"] for line in lines}
 
 
 def _tuning_lines(

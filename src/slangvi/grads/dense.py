@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 from slangvi.grads.calls import Surroundings
 from slangvi.types import Params, ParamSpec
 
-__all__ = ["DenseGradients", "Together", "batch_size", "per_example_gradients", "slice_batch"]
+__all__ = ["DenseGradients", "Together", "batch_size", "draws_at_once", "per_example_gradients", "slice_batch"]
 
 # A row exists about three times while vmap works: the gradient pieces, the flat row, and one product with it.
 _COPIES = 3
-# Bytes of rows up to which draws share a pass. On two cores that is 2 to 5 times as fast below a megabyte, a third
-# faster at 6 and half as fast at 30; a GPU, which waits for the host below that, has room for more.
+# Bytes of rows up to which draws share a pass. On one core that is 2 to 5 times as fast below a megabyte, takes a third
+# less time at 6 and twice as much at 30; a GPU, which waits for the host below that, has room for more (not measured).
 _SHARED_BYTES = {"cpu": 8 << 20}
 _SHARED_ELSEWHERE = 64 << 20
 # Fewer draws than these gain nothing by it.
