@@ -59,6 +59,7 @@ def test_run_writes_the_tables(ran):
     assert [line["strangers"] for line in strangers] == ["fashion_mnist", "letters"] * 3
     # Here the other set is the same images, of which uncertainty can tell nothing.
     assert {line["entropy_auroc"] for line in strangers[::2]} == {"0.5"}
+    assert read_table(settings.out / "images-tuning.csv", _images_pages.TUNING.columns) == []  # --quick tries none
     assert len(outcome.rows) == 3 * len(METRICS)
     assert json.loads((settings.out / "images.json").read_text())["settings"]["splits"] == 1
 
@@ -73,7 +74,7 @@ def test_what_a_run_does_not_compute_stays_in_the_tables(ran, tmp_path):
 
 
 def test_a_run_that_was_lost_has_no_lines_on_shift():
-    cell = images.plan(images.Table("images", images.RECIPES, images.chosen(Settings())), ["mnist_lenet"], ["map"])[0]
+    cell = images.plan(images.tables(images.chosen(Settings())), ["mnist_lenet"], ["map"])[0]
     stored = images.Finished(cell, type("Stored", (), {"arrays": {"ece": np.array([np.nan])}})())
     assert images._lines(stored, "degrees", "turned") == []
 
@@ -87,13 +88,18 @@ def test_the_page_is_written_from_the_files(ran, tmp_path):
 
 
 def test_all_data_sets_networks_and_rivals_are_planned():
-    rows = images.Table("images", images.RECIPES, images.chosen(Settings(device="cuda")))
+    rows = images.tables(images.chosen(Settings(device="cuda")))
     cells = images.plan(rows, images.DATASETS, images.METHODS)
-    assert len(cells) == 4 * 7
+    assert len(cells) == 4 * 7 * 3
     assert {len(cell.needs) for cell in cells} == {6}
     assert {cell.settings["learner"] for cell in cells} <= set(IMAGE_LEARNERS)
     fashion = next(cell for cell in cells if cell.dataset == "fashion_mnist_resnet")
     assert fashion.settings["strangers"] == ["mnist", "letters"]
+    assert {cell.dataset: cell.settings["stages"] for cell in cells} == {
+        f"{data}_{network}": [["train", epochs]]
+        for data in ("mnist", "fashion_mnist")
+        for network, epochs in (("lenet", 20), ("resnet", 10))
+    }
     assert set(_images_pages.COLORS) == set(images.METHODS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 
@@ -349,12 +350,25 @@ def test_settings_that_are_no_longer_searched_are_forgotten(ran, tmp_path):
 def test_lines_of_other_settings_are_not_mixed_in(other, ran, tmp_path):
     clone = cloned(ran[0], tmp_path)
     about = json.loads((clone.out / "mnist.json").read_text())
-    about["cells"]["mnist slang_8-seed0"]["fingerprint"] = "0123456789" if other == "a cell" else "left alone"
-    about["settings"]["batch"] = 30 if other == "a cell" else 31
+    if other == "a cell":
+        about["cells"]["mnist slang_8-seed0"]["fingerprint"] = "0123456789"
+    else:  # from a time when fingerprints were not told
+        about["settings"]["batch"] = 31
+        for facts in about["cells"].values():
+            del facts["fingerprint"]
     (clone.out / "mnist.json").write_text(json.dumps(about))
     number = 1 if other == "a cell" else 4
     with pytest.raises(ValueError, match=rf"has {number} cells of other settings .*mnist slang_[18].*--out"):
         mnist.run(replace(clone, methods=("map",)))
+
+
+def test_more_seeds_are_not_other_settings(ran, tmp_path):
+    clone = cloned(ran[0], tmp_path)
+    mnist.run(replace(clone, methods=("map",), splits=2))
+    lines = (clone.out / "mnist.csv").read_text().splitlines()[1:]
+    seeds = Counter(line.partition(",")[0] for line in lines)
+    assert seeds["map"] == 2
+    assert seeds["slang_8"] == 1
 
 
 def test_the_page_is_written_from_the_files(ran, tmp_path):

@@ -36,7 +36,11 @@ class Earlier:
         mine |= {label for label in set(told.get("cells", ())) - set(prints) if _owner(label) in map(_owner, mine)}
         self.cells = {label: facts for label, facts in told.get("cells", {}).items() if label not in mine}
         same = _what(told["settings"]) == _what(common)
-        other = [label for label, facts in self.cells.items() if not (same and _agrees(prints.get(label), facts))]
+        # Cells from a time when fingerprints were not told are judged by what all of them share.
+        made = {
+            label: facts.get("fingerprint", prints.get(label) if same else None) for label, facts in self.cells.items()
+        }
+        other = [label for label, print_ in made.items() if print_ is None or print_ != prints.get(label)]
         if other:
             raise ValueError(
                 f"{about} has {len(other)} cells of other settings that were not chosen and are not kept beside it "
@@ -70,8 +74,3 @@ def _owner(label: str) -> str:
 
 def _what(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _ELSEWHERE}
-
-
-def _agrees(fingerprint: str | None, facts: Mapping[str, Any]) -> bool:
-    """Whether a cell is still planned, with the settings it had; a time when these were not told is trusted."""
-    return fingerprint is not None and facts.get("fingerprint", fingerprint) == fingerprint

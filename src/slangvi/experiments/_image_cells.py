@@ -70,8 +70,9 @@ def compute_tuning(cell: Cell, attempt: Attempt) -> Arrays:
 
 
 def compute_final(cell: Cell, attempt: Attempt) -> Arrays:
-    """Train with the setting that had the lowest validation error, and test."""
-    found = [float(read(need.path(attempt.folder)).arrays["test_error_percent"][0]) for need in cell.needs]
+    """Train with the setting that was best on the validation images, and test."""
+    by = cell.settings.get("chosen_by", METRICS[0])
+    found = [float(read(need.path(attempt.folder)).arrays[by][0]) for need in cell.needs]
     number = chosen_setting(found) if found else 0
     run = _Run({**cell.settings, **cell.settings["grid"][number]}, attempt, "test")
     run.train()

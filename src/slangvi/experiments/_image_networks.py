@@ -50,9 +50,9 @@ class _Block(nn.Module):
 
 
 def resnet(widths: Sequence[int] = (16, 32, 64)) -> nn.Sequential:
-    """A residual network with GroupNorm, a block for each width."""
+    """A residual network with GroupNorm, a block for each width; the first layer halves the image."""
     first = widths[0]
-    stem = (nn.Conv2d(1, first, 3, padding=1, bias=False), nn.GroupNorm(_GROUPS, first), nn.ReLU())
+    stem = (nn.Conv2d(1, first, 3, 2, padding=1, bias=False), nn.GroupNorm(_GROUPS, first), nn.ReLU())
     blocks = (_Block(inputs, outputs) for inputs, outputs in zip((first, *widths), widths, strict=False))
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(widths[-1], CLASSES))
     return nn.Sequential(*stem, *blocks, *head)

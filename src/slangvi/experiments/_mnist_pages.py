@@ -13,6 +13,7 @@ import torch
 from slangvi import plots
 from slangvi.experiments import _pages
 from slangvi.experiments._image_scores import METRICS
+from slangvi.experiments._image_tuning import chosen
 from slangvi.experiments._mnist_recipes import NAME, RANKS
 from slangvi.experiments._mnist_tables import COLUMNS, TRACE_COLUMNS, TUNING_COLUMNS
 from slangvi.experiments._results import read_table
@@ -55,7 +56,10 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     paper = printed(NAME)
     parts = [ABOUT, _pages.made_by(results / f"{NAME}.json", "seeds"), _table(lines, paper)]
     parts += ["### What holds on MNIST\n", *(f"- {line}" for line in verdicts(lines, paper)), ""]
-    parts += ["### Settings that were chosen\n", _choices(read_table(results / f"{NAME}-tuning.csv", TUNING_COLUMNS))]
+    parts += [
+        "### Settings that were chosen\n",
+        chosen(read_table(results / f"{NAME}-tuning.csv", TUNING_COLUMNS), "ω or rate"),
+    ]
     pictures = _pictures(results, docs / "images")
     parts += [_pages.image(path, alt) for path, alt in pictures]
     return "\n".join(parts), [path for path, _ in pictures]
@@ -116,22 +120,6 @@ def verdicts(lines: Sequence[Line], paper: Mapping[tuple[str, str, str], Printed
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) or "none"
-
-
-def _choices(lines: Sequence[Line]) -> str:
-    picked = [line for line in lines if line["chosen"] == "1"]
-    cells = [
-        [
-            line["method"],
-            f"{float(line['neg_log_sigma']):g}",
-            f"{float(line['rate']):g}",
-            f"{float(line['temperature']):g}",
-            _pages.number(float(line["validation_error_percent"]), None, 0.01),
-            _pages.number(float(line["validation_nll"]), None, 1e-4),
-        ]
-        for line in picked
-    ]
-    return _pages.markdown(["method", "−log σ", "ω or rate", "T", "validation error, %", "validation NLL"], cells)
 
 
 # ---- pictures ----

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,17 @@ from slangvi.experiments._cells import Cell
 from slangvi.experiments._earlier import Earlier
 from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._image_tables import all_finished, method_of
+from slangvi.experiments._image_tuning import Tuning
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
 from slangvi.experiments._mnist_recipes import METHODS, NAME
-from slangvi.experiments._results import Row, aggregate, read_table, write_about, write_table
+from slangvi.experiments._results import Row, aggregate, write_about, write_table
 from slangvi.experiments._settings import Settings
 
 __all__ = ["COLUMNS", "PICTURED", "TRACE_COLUMNS", "TUNING_COLUMNS", "save"]
 
 COLUMNS = ("method", *METRICS, "epochs", "seed")
-_SETTINGS = ("neg_log_sigma", "rate", "temperature")
-TUNING_COLUMNS = ("method", *_SETTINGS, "validation_error_percent", "validation_nll", "chosen")
+_TUNING = Tuning(("method",), lambda cell: (method_of(cell),))
+TUNING_COLUMNS = _TUNING.columns
 TRACE_COLUMNS = ("method", "seed", "epoch", "test_error_percent", "test_nll")
 # Methods whose predictions are kept, for pictures: few, as they take room.
 PICTURED = ("slang_8", "slang_8_cold", "bbb", "map", "ensemble_5")
@@ -56,7 +57,7 @@ def save(
     probs = _known_probs(paths[3], earlier) | _first_probs(tested)
     for path, columns, label, lines in (
         (paths[0], COLUMNS, label_of_run, [_line(*each) for each in tested]),
-        (paths[1], TUNING_COLUMNS, _labels_of_settings(finals), _tuning_lines(finals, done, _known_choices(paths[1]))),
+        (paths[1], TUNING_COLUMNS, _TUNING.labels(finals), _TUNING.lines(finals, done, paths[1])),
         (paths[2], TRACE_COLUMNS, label_of_run, trace),
     ):
         both = [*earlier.lines(path, columns, label), *lines]
@@ -74,28 +75,6 @@ def _label_of_run(first_seed: int, line: Mapping[str, str]) -> str:
     return f"{NAME} {line['method']}-seed{int(line['seed']) - first_seed}"
 
 
-def _labels_of_settings(finals: Sequence[Cell]) -> Callable[[Mapping[str, str]], str | None]:
-    """The same for a line of a setting that was tried."""
-    tried = {_tried(cell, setting): cell.label for cell, setting in _searched(finals)}
-    return lambda line: tried.get(_read_back(line))
-
-
-def _searched(finals: Sequence[Cell]) -> Iterator[tuple[Cell, Mapping[str, float]]]:
-    """Cells of settings that were tried, and these settings."""
-    for final in finals:
-        yield from zip(final.needs, final.settings["grid"], strict=False)
-
-
-def _tried(cell: Cell, setting: Mapping[str, float]) -> tuple[Any, ...]:
-    """Method and setting; not cooled unless it says so."""
-    return (method_of(cell), *(*setting.values(), 1.0)[: len(_SETTINGS)])
-
-
-def _read_back(line: Mapping[str, str]) -> tuple[Any, ...]:
-    """The same from a line of the table."""
-    return (line["method"], *(float(line[name]) for name in _SETTINGS))
-
-
 def _line(cell: Cell, stored: Any) -> tuple[Any, ...]:
     epochs = sum(epochs for _, epochs in cell.settings["stages"])
     values = (float(stored.arrays[name][0]) for name in METRICS)
@@ -110,32 +89,6 @@ def _rows(tested: Sequence[Finished]) -> list[Row]:
         for name in METRICS
         for method in methods
     ]
-
-
-def _known_choices(path: Path) -> dict[tuple[Any, ...], str]:
-    """Which settings were chosen earlier, by whatever run; a run that takes a choice over may not know it."""
-    lines = read_table(path, TUNING_COLUMNS) if path.is_file() else []
-    return {_read_back(line): line["chosen"] for line in lines}
-
-
-def _tuning_lines(
-    finals: Sequence[Cell], done: Sequence[Finished], known: Mapping[tuple[Any, ...], str]
-) -> list[tuple[Any, ...]]:
-    """Every setting that was tried, and whether it was chosen."""
-    results = {cell.label: stored for cell, stored in done}
-    picked = {
-        need.label: int(int(results[final.label].arrays["choice"]) == number)
-        for final in finals
-        if final.label in results
-        for number, need in enumerate(final.needs)
-    }
-    lines = {}
-    for cell, setting in _searched(finals):
-        if (stored := results.get(cell.label)) is not None:
-            tried = _tried(cell, setting)
-            measured = [float(stored.arrays[name][0]) for name in METRICS[:2]]
-            lines[cell.label] = (*tried, *measured, picked.get(cell.label, known.get(tried, "")))
-    return list(lines.values())
 
 
 def _trace_lines(cell: Cell, stored: Any) -> list[tuple[Any, ...]]:
