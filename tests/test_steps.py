@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from slangvi import ELBO, NumericalError, inverse_time
+from slangvi import ELBO, NumericalError, inverse_time, slow_precision
 from slangvi._steps import Rate, rate_at, require_finite, warmed_up
 from slangvi.types import ParamSpec
 
@@ -147,3 +147,13 @@ def test_in_a_batch_the_first_member_that_is_not_finite_is_named_too(place, memb
 )
 def test_the_precision_averages_what_it_has_seen_until_its_rate_is_reached(rate, step, expected):
     assert warmed_up(rate, step) == pytest.approx(expected)
+
+
+def test_slow_precisions_are_for_runs_that_exist():
+    with pytest.raises(ValueError, match=r"steps must be .*, got 0"):
+        slow_precision(100, 0)
+    with pytest.raises(ValueError, match=r"curvature must be finite and in \(0, inf\), got 0.0. It is 1/4 for classes"):
+        slow_precision(100, 10, curvature=0.0)
+    with pytest.raises(ValueError, match="temperature must be finite"):
+        slow_precision(100, 10, temperature=-1.0)
+    assert slow_precision(100, 3)["precision_lr"] == 0.5

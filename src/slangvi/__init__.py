@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slangvi import tracking as tracking
     from slangvi._steps import ELBO as ELBO
     from slangvi._steps import inverse_time as inverse_time
+    from slangvi._steps import slow_precision as slow_precision
     from slangvi.checkpoint import load as load
     from slangvi.checkpoint import save as save
     from slangvi.distributions import DensePrecisionNormal as DensePrecisionNormal
@@ -78,6 +79,7 @@ __all__ = [
     "mc_dropout",
     "replicas",
     "inverse_time",
+    "slow_precision",
     "ELBO",
     # estimators
     "SLANGClassifier",
@@ -126,6 +128,7 @@ __all__ = [
 _HOMES = {
     "ELBO": "slangvi._steps",
     "inverse_time": "slangvi._steps",
+    "slow_precision": "slangvi._steps",
     "LowRankPrecisionNormal": "slangvi.distributions",
     "DensePrecisionNormal": "slangvi.distributions",
     "CheckpointError": "slangvi.errors",

@@ -28,6 +28,7 @@ __all__ = [
     "lerp",
     "mean_gradient",
     "require_finite",
+    "slow_precision",
     "warmed_up",
 ]
 
@@ -203,6 +204,44 @@ def inverse_time(target: Optimizer | float, decay: float = 0.51) -> LambdaLR | I
     if isinstance(target, Optimizer):
         return LambdaLR(target, _FromZero(1.0, decay))
     return InverseTime(_checks.rate("lr", target), decay)
+
+
+# β of `slow_precision` times the number of steps.
+_MEMORIES = 10.0
+
+
+def slow_precision(
+    num_data: float, steps: int, *, curvature: float = 0.25, temperature: float = 1.0
+) -> dict[str, float | bool]:
+    r"""Settings for a precision that starts high and learns slowly, to train networks with.
+
+    Far from the optimum the empirical Fisher says little of the curvature, and weights that hardly matter yet would be
+    drawn as widely as the prior allows. The high start keeps draws close and steps short until the mean has settled.
+
+    $$ d_0 = \kappa N / \mathcal T, \qquad \beta = 10 / \text{steps} $$
+
+    Of the start $e^{-10}$ is left in the end, or $e^{-5}$ where β falls to zero along a half cosine.
+
+    Args:
+        num_data: N.
+        steps: of the whole run.
+        curvature: κ, of the negative log-likelihood of one example by an output of the model: at most 1/4 for class
+            probabilities, 1/σ² for a normal with standard deviation σ.
+        temperature: 𝒯, where the prior's precision is divided by it too.
+
+    Returns:
+        `init_precision`, `precision_lr` and `precision_warmup`, as `SLANG` and `slang.build` take them. The mean wants
+        a rate far above `precision_lr`, such as 0.1, that falls to zero. Where the prior's precision is larger than
+        `init_precision`, start at that.
+
+    Example:
+        >>> slow_precision(60_000, 5_000)
+        {'init_precision': 15000.0, 'precision_lr': 0.002, 'precision_warmup': False}
+    """
+    kappa = _checks.number("curvature", curvature, 0.0, hint="It is 1/4 for classes.")
+    cooled = _checks.number("num_data", num_data, 0.0) / _checks.number("temperature", temperature, 0.0)
+    rate = min(0.5, _MEMORIES / _checks.count("steps", steps))
+    return {"init_precision": kappa * cooled, "precision_lr": rate, "precision_warmup": False}
 
 
 def rate_at(name: str, schedule: Schedule, step: int, high: float = float("inf")) -> float:

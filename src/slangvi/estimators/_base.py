@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Integral
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.estimators._data import Array, Scale
 from slangvi.estimators._network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._training import Patience, Recipe, Rows, Training, lean
+from slangvi.estimators._training import Patience, Rates, Recipe, Rows, Training, Wishes, lean
 from slangvi.methods import slang
 from slangvi.predict import functional_samples
 
@@ -32,8 +33,15 @@ _CHUNK = 1 << 24
 _FLOATS = (np.float64, np.float32)
 
 
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
 class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     """Parameters and training; see `SLANGClassifier` for what they mean."""
+
+    # What "auto" stands for.
+    _rates: ClassVar[Rates]
 
     def __init__(
         self,
@@ -42,9 +50,9 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         *,
         rank: int = 4,
         prior_precision: Any = 1.0,
-        learning_rate_init: float = 0.02,
-        precision_learning_rate_init: float = 0.02,
-        init_precision: Any = 10.0,
+        learning_rate_init: float | str = "auto",
+        precision_learning_rate_init: float | str = "auto",
+        init_precision: Any = "auto",
         mc_samples: int = 4,
         batch_size: int | str = "auto",
         max_iter: int = 100,
@@ -114,7 +122,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     # ---- training ----
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> None:
-        recipe = self._checked()
+        wishes = self._checked()
         go_on = self.warm_start and hasattr(self, "state_")
         X, y, weights = self._validated(X, y, sample_weight, not go_on, options)
         if not go_on:
@@ -124,7 +132,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         rows, held = self._split(whole, generators[0]) if self.early_stopping else (whole, None)
         patience = None if held is None else Patience(self._loss_on(held), self.tol, self.n_iter_no_change)
         with seeded(generators[0], self.device):
-            training = self._training(rows, recipe, go_on)
+            training = self._training(rows, wishes.planned(rows, self.max_iter), go_on)
             losses = training.run(
                 rows, self.max_iter, generators, falling=True, patience=patience, report=self._report()
             )
@@ -136,21 +144,21 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         self._keep(training)
 
     def _partial_fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> None:
-        recipe, first = self._checked(), not hasattr(self, "state_")
+        wishes, first = self._checked(), not hasattr(self, "state_")
         X, y, weights = self._validated(X, y, sample_weight, first, options)
         generators = self._generators()
         rows = self._rows(X, y, weights, generators[0], first)
         seen = getattr(self, "n_samples_seen_", 0.0) + rows.total
         num_data = seen if self.num_data is None else float(self.num_data)
         with seeded(generators[0], self.device):
-            training = self._training(rows, recipe, not first)
+            training = self._training(rows, wishes.endless(), not first)
             losses = training.run(rows, 1, generators, falling=False, num_data=num_data, report=self._report())
         self.n_samples_seen_ = seen
         self.loss_curve_ = [*getattr(self, "loss_curve_", []), *losses]
         self.n_iter_ = len(self.loss_curve_)
         self._keep(training)
 
-    def _checked(self) -> Recipe:
+    def _checked(self) -> Wishes:
         """Parameters, checked when they are needed and not before, as scikit-learn wants it."""
         layer_sizes(self.hidden_layer_sizes)
         _checks.choice("activation", self.activation, tuple(ACTIVATIONS))
@@ -164,16 +172,24 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         if self.num_data is not None:
             _checks.number("num_data", self.num_data, 0.0)
         _checks.device("device", self.device)
-        auto, hint = self.batch_size == "auto", "Or 'auto', which is 8 to 32."
-        return Recipe(
-            rank=_checks.count("rank", self.rank, least=0),
-            prior_precision=self.prior_precision,
-            lr=_checks.rate("learning_rate_init", self.learning_rate_init),
-            precision_lr=_checks.rate("precision_learning_rate_init", self.precision_learning_rate_init, 1.0),
-            init_precision=self.init_precision,
-            mc_samples=_checks.count("mc_samples", self.mc_samples),
+        auto, hint = _is_auto(self.batch_size), "Or 'auto', which is 8 to 32."
+        return Wishes(
+            lr=self._rate("learning_rate_init"),
+            precision_lr=self._rate("precision_learning_rate_init", 1.0),
+            init_precision=None if _is_auto(self.init_precision) else self.init_precision,
             batch_size=None if auto else _checks.count("batch_size", self.batch_size, hint=hint),
+            others={
+                "rank": _checks.count("rank", self.rank, least=0),
+                "prior_precision": self.prior_precision,
+                "mc_samples": _checks.count("mc_samples", self.mc_samples),
+            },
+            rates=self._rates,
         )
+
+    def _rate(self, name: str, high: float = math.inf) -> float | None:
+        """A rate that was given; None for "auto"."""
+        given = getattr(self, name)
+        return None if _is_auto(given) else _checks.rate(name, given, high, hint="Or 'auto'.")
 
     def _validated(
         self, X: Any, y: Any, sample_weight: Any, reset: bool, options: dict[str, Any]

@@ -15,7 +15,7 @@ from torch import Tensor
 from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._data import Array
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._training import Rows
+from slangvi.estimators._training import Rates, Rows
 
 __all__ = ["SLANGClassifier"]
 
@@ -31,9 +31,12 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         activation: "relu", "tanh", "logistic", "gelu", "silu" or "identity".
         rank: L, columns of the low-rank precision factor.
         prior_precision: λ of weights and biases; a number, or a dict of parameter names or globs of `module_`.
-        learning_rate_init: α at the start.
-        precision_learning_rate_init: β at the start.
-        init_precision: d at the start.
+        learning_rate_init: α at the start. "auto" is 0.1 for `fit`, and 0.02 for `partial_fit`, where rates are
+            constant.
+        precision_learning_rate_init: β at the start. "auto" is `slow_precision` for `fit`, and 0.02 with a warm-up for
+            `partial_fit`; with a number `fit` has the warm-up too.
+        init_precision: d at the start. "auto" is a quarter of the rows, or λ where that is more, for a slow precision,
+            of which what is left is taken out in the end; otherwise 10.
         mc_samples: S, draws of the weights per step.
         batch_size: rows per step; "auto" is an eighth of the rows, but at least 8 and at most 32.
         max_iter: epochs. A few dozen rows make few steps an epoch: give them more epochs, or higher rates.
@@ -69,6 +72,8 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         >>> clf.predict([[-3.0], [3.0]])
         array(['no', 'yes'], dtype='<U3')
     """
+
+    _rates = Rates(falling=0.1, curvature=0.25, constant=(0.02, 0.02))
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SLANGClassifier:
         """Learn a posterior from rows X (n, D) and labels y (n,).

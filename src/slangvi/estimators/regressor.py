@@ -16,7 +16,7 @@ from slangvi import _checks
 from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._data import Array, Scale
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._training import Rows
+from slangvi.estimators._training import Rates, Rows
 
 __all__ = ["SLANGRegressor"]
 
@@ -33,9 +33,11 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         noise: "learn", or the standard deviation of the noise on the scale of y.
         rank: L.
         prior_precision: λ.
-        learning_rate_init: α at the start.
-        precision_learning_rate_init: β at the start.
-        init_precision: d at the start.
+        learning_rate_init: α at the start. "auto" is 0.1, and does not fall in `partial_fit`.
+        precision_learning_rate_init: β at the start. "auto" is `slow_precision` for `fit`, and 0.05 with a warm-up for
+            `partial_fit`.
+        init_precision: d at the start. "auto" is the number of rows, or λ where that is more, for a slow precision,
+            and otherwise 10.
         mc_samples: S.
         batch_size: rows per step; "auto" is 8 to 32.
         max_iter: epochs.
@@ -65,6 +67,8 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         (array([8.5]), True)
     """
 
+    _rates = Rates(falling=0.1, curvature=1.0, constant=(0.1, 0.05))
+
     def __init__(
         self,
         hidden_layer_sizes: Any = (50,),
@@ -73,9 +77,9 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         noise: float | str = "learn",
         rank: int = 4,
         prior_precision: Any = 1.0,
-        learning_rate_init: float = 0.1,
-        precision_learning_rate_init: float = 0.05,
-        init_precision: Any = 10.0,
+        learning_rate_init: float | str = "auto",
+        precision_learning_rate_init: float | str = "auto",
+        init_precision: Any = "auto",
         mc_samples: int = 4,
         batch_size: int | str = "auto",
         max_iter: int = 100,
