@@ -120,6 +120,7 @@ PUBLIC = {
     "exact.fit": (slangvi.exact.fit, {"x": X, "y": LABELS, "prior_precision": 1.0, "family": "full", "max_steps": 3}),
     "exact.build": (slangvi.exact.build, {"x": X, "y": LABELS, "prior_precision": 1.0, "family": "full"}),
     "inverse_time": (slangvi.inverse_time, [0.1, 0.5]),
+    "slow_precision": (slangvi.slow_precision, [100.0, 10]),
     "Routes": (slangvi.Routes, {"layers": "auto", "spectrum": "auto"}),
     "Gaussian": (slangvi.Gaussian, {}),
     "LowRankPrecisionNormal": (

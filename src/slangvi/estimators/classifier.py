@@ -67,8 +67,9 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         n_samples_seen_: what all rows given so far count for.
 
     Example:
-        >>> X, y = [[-2.0], [-1.0], [1.0], [2.0]], ["no", "no", "yes", "yes"]
-        >>> clf = SLANGClassifier(hidden_layer_sizes=(4,), learning_rate_init=0.2, random_state=0).fit(X, y)
+        >>> X = np.linspace(-2, 2, 40).reshape(-1, 1)
+        >>> y = np.where(X[:, 0] > 0, "yes", "no")
+        >>> clf = SLANGClassifier(hidden_layer_sizes=(4,), random_state=0).fit(X, y)
         >>> clf.predict([[-3.0], [3.0]])
         array(['no', 'yes'], dtype='<U3')
     """
