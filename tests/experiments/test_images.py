@@ -92,6 +92,7 @@ def test_all_data_sets_networks_and_rivals_are_planned():
     cells = images.plan(rows, images.DATASETS, images.METHODS)
     assert len(cells) == 4 * 7 * 3
     assert {len(cell.needs) for cell in cells} == {6}
+    assert {cell.settings["chosen_by"] for cell in cells} == {"test_nll"}
     assert {cell.settings["learner"] for cell in cells} <= set(IMAGE_LEARNERS)
     fashion = next(cell for cell in cells if cell.dataset == "fashion_mnist_resnet")
     assert fashion.settings["strangers"] == ["mnist", "letters"]

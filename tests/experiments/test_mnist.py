@@ -197,12 +197,17 @@ def test_predictions_that_are_nan_are_a_lost_run_too(method, settings, tmp_path)
     assert all(math.isnan(found[name][0]) for name in METRICS)
 
 
-def test_the_final_run_takes_the_setting_with_the_lowest_validation_error(settings, tmp_path):
+@pytest.mark.parametrize(
+    ("by", "errors", "likelihoods"),
+    [({}, [math.nan, 3.0, 4.0], [0.1, 0.3, 0.2]), ({"chosen_by": "test_nll"}, [1.0, 4.0, 3.0], [math.nan, 0.2, 0.3])],
+    ids=["error", "nll"],
+)
+def test_the_final_run_takes_the_setting_that_was_best(by, errors, likelihoods, settings, tmp_path):
     needs, grid = [], [{"lr": 0.01, "neg_log_sigma": 0.0}, {"lr": 0.1, "neg_log_sigma": 1.0}, {"lr": 0.2}]
-    for number, error in enumerate([math.nan, 3.0, 4.0]):
+    for number, pair in enumerate(zip(errors, likelihoods, strict=True)):
         needs.append(Cell("mnist", "mnist", f"tuning{number}", {}, "none"))
-        write(needs[-1].path(tmp_path), {"test_error_percent": np.array([error])}, {})
-    plain = cell(grid=grid)
+        write(needs[-1].path(tmp_path), {name: np.array([x]) for name, x in zip(METRICS, pair, strict=False)}, {})
+    plain = cell(grid=grid, **by)
     final = Cell(plain.group, plain.dataset, plain.method, plain.settings, plain.work, needs=tuple(needs))
     found = compute_final(final, attempt_at(tmp_path, final))
     assert int(found["choice"]) == 1

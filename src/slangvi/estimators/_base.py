@@ -22,7 +22,8 @@ from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.estimators._data import Array, Scale
 from slangvi.estimators._network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._training import Patience, Rates, Recipe, Rows, Training, Wishes, lean
+from slangvi.estimators._recipe import Rates, Wishes
+from slangvi.estimators._training import Patience, Rows, Training, lean
 from slangvi.methods import slang
 from slangvi.predict import functional_samples
 
@@ -132,7 +133,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         rows, held = self._split(whole, generators[0]) if self.early_stopping else (whole, None)
         patience = None if held is None else Patience(self._loss_on(held), self.tol, self.n_iter_no_change)
         with seeded(generators[0], self.device):
-            training = self._training(rows, wishes.planned(rows, self.max_iter), go_on)
+            training = self._training(rows, wishes, self.max_iter, go_on)
             losses = training.run(
                 rows, self.max_iter, generators, falling=True, patience=patience, report=self._report()
             )
@@ -151,7 +152,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         seen = getattr(self, "n_samples_seen_", 0.0) + rows.total
         num_data = seen if self.num_data is None else float(self.num_data)
         with seeded(generators[0], self.device):
-            training = self._training(rows, wishes.endless(), not first)
+            training = self._training(rows, wishes, None, not first)
             losses = training.run(rows, 1, generators, falling=False, num_data=num_data, report=self._report())
         self.n_samples_seen_ = seen
         self.loss_curve_ = [*getattr(self, "loss_curve_", []), *losses]
@@ -174,15 +175,13 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         _checks.device("device", self.device)
         auto, hint = _is_auto(self.batch_size), "Or 'auto', which is 8 to 32."
         return Wishes(
+            rank=_checks.count("rank", self.rank, least=0),
+            prior_precision=self.prior_precision,
+            mc_samples=_checks.count("mc_samples", self.mc_samples),
             lr=self._rate("learning_rate_init"),
             precision_lr=self._rate("precision_learning_rate_init", 1.0),
-            init_precision=None if _is_auto(self.init_precision) else self.init_precision,
+            init_precision=self._given_start(),
             batch_size=None if auto else _checks.count("batch_size", self.batch_size, hint=hint),
-            others={
-                "rank": _checks.count("rank", self.rank, least=0),
-                "prior_precision": self.prior_precision,
-                "mc_samples": _checks.count("mc_samples", self.mc_samples),
-            },
             rates=self._rates,
         )
 
@@ -190,6 +189,16 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         """A rate that was given; None for "auto"."""
         given = getattr(self, name)
         return None if _is_auto(given) else _checks.rate(name, given, high, hint="Or 'auto'.")
+
+    def _given_start(self) -> Any:
+        """The precision to start with, if one was given; None for "auto"."""
+        given = self.init_precision
+        if given is None or (isinstance(given, str) and not _is_auto(given)):
+            raise TypeError(
+                "init_precision must be a number, a dict of parameter names or globs, a tensor, or 'auto', "
+                f"got {given!r}. Leave it out for 'auto'."
+            )
+        return None if _is_auto(given) else given
 
     def _validated(
         self, X: Any, y: Any, sample_weight: Any, reset: bool, options: dict[str, Any]
@@ -240,14 +249,18 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         parts = [Rows(rows.x[p.to(rows.x.device)], rows.y[p.to(rows.y.device)], rows.weights[p]) for p in places]
         return parts[0], parts[1]
 
-    def _training(self, rows: Rows, recipe: Recipe, go_on: bool) -> Training:
+    def _training(self, rows: Rows, wishes: Wishes, epochs: int | None, go_on: bool) -> Training:
+        """From a new state or the last one; for so many epochs, or nobody knows how many."""
         if go_on:
             self._check_sizes()
-            return Training(self.module_, recipe, self._kept_noise(), self.state_)
-        self._sizes = self._own_sizes()
-        with torch.no_grad():
-            check_outputs(self.module_(rows.x[:2]), len(rows.x[:2]), self._num_outputs())
-        return Training(self.module_, recipe, self._noise(rows), None)
+        else:
+            self._sizes = self._own_sizes()
+            with torch.no_grad():
+                check_outputs(self.module_(rows.x[:2]), len(rows.x[:2]), self._num_outputs())
+        noise = self._kept_noise() if go_on else self._noise(rows)
+        spread = 1.0 if noise is None else noise.spread
+        recipe = wishes.endless() if epochs is None else wishes.planned(len(rows.x), rows.total, epochs, spread)
+        return Training(self.module_, recipe, noise, self.state_ if go_on else None)
 
     def _own_sizes(self) -> dict[str, Any]:
         """What cannot change from one fit to the next that goes on from it."""

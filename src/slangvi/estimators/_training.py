@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slangvi import _checks
 from slangvi._divergence import Watch
-from slangvi._steps import Cosine, Schedule, rate_at, slow_precision
+from slangvi._steps import Cosine, Schedule, rate_at
 from slangvi.errors import NumericalError
 from slangvi.estimators._data import order_of
 from slangvi.estimators._noise import Noise
+from slangvi.estimators._recipe import Recipe, rows_per_step, steps_per_epoch
 from slangvi.likelihoods import Categorical
 from slangvi.methods import slang
 from slangvi.types import Transform
 
-__all__ = ["Patience", "Rates", "Recipe", "Rows", "Training", "Wishes", "lean"]
+__all__ = ["Patience", "Rows", "Training", "lean", "without_start"]
 
 # Share of a first fit for which learnt noise stays where it starts, and in which given noise falls to what it is.
 _HOLD, _FALL = 0.3, 0.6
@@ -45,93 +45,6 @@ class Rows:
     def total(self) -> float:
         """What they count for together."""
         return float(self.weights.sum())
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a kind of estimator takes where "auto" is said.
-
-    Args:
-        falling: α of `fit`, where rates fall.
-        curvature: κ of `slow_precision`.
-        constant: α and β of `partial_fit`, which does not know how many steps will come.
-        init_precision: d at the start, where the precision is not slow.
-    """
-
-    falling: float
-    curvature: float
-    constant: tuple[float, float]
-    init_precision: float = 10.0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to train; see `SLANGClassifier`."""
-
-    rank: int
-    prior_precision: Any
-    lr: float
-    precision_lr: float
-    precision_warmup: bool
-    init_precision: Any
-    mc_samples: int
-    batch_size: int | None
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """A recipe of which some is left open: what is None depends on how long training will take.
-
-    Args:
-        lr: α at the start.
-        precision_lr: β at the start.
-        init_precision: d at the start.
-        batch_size: M.
-        others: what is not open.
-        rates: what is taken instead of None.
-    """
-
-    lr: float | None
-    precision_lr: float | None
-    init_precision: Any
-    batch_size: int | None
-    others: Mapping[str, Any]
-    rates: Rates
-
-    def planned(self, rows: Rows, epochs: int) -> Recipe:
-        """For so many epochs on some rows, with rates that fall; the precision is slow unless a rate was given."""
-        lr = self.rates.falling if self.lr is None else self.lr
-        if self.precision_lr is not None:
-            return self._recipe(lr, self.precision_lr, self.rates.init_precision)
-        steps = epochs * steps_per_epoch(len(rows.x), self.batch_size)
-        slow = slow_precision(rows.total, steps, curvature=self.rates.curvature)
-        return self._recipe(lr, slow["precision_lr"], slow["init_precision"], precision_warmup=False)
-
-    def endless(self) -> Recipe:
-        """For nobody knows how many steps, with constant rates."""
-        given = (self.lr, self.precision_lr)
-        lr, precision_lr = (own if now is None else now for now, own in zip(given, self.rates.constant, strict=True))
-        return self._recipe(lr, precision_lr, self.rates.init_precision)
-
-    def _recipe(self, lr: float, precision_lr: float, start: float, precision_warmup: bool = True) -> Recipe:
-        return Recipe(
-            lr=lr,
-            precision_lr=precision_lr,
-            precision_warmup=precision_warmup,
-            init_precision=start if self.init_precision is None else self.init_precision,
-            batch_size=self.batch_size,
-            **self.others,
-        )
-
-
-def rows_per_step(rows: int, batch_size: int | None) -> int:
-    """M for so many rows: as given, or an eighth of them, between 8 and 32."""
-    return min(rows, batch_size or min(32, max(8, rows // 8)))
-
-
-def steps_per_epoch(rows: int, batch_size: int | None) -> int:
-    """The last may see rows that were seen before."""
-    return -(-rows // rows_per_step(rows, batch_size))
 
 
 @dataclass
@@ -178,7 +91,8 @@ class Training:
         self._watch = Watch("warn", f"Lower learning_rate_init (it is {recipe.lr:g}), or give larger batches.")
         self._hold = self._fall = 0
         self.state: slang.State = self._method(1, recipe.lr, recipe.precision_lr, 1.0).init(self._params())
-        self._start: Tensor | None = None
+        # d and λ at the start of a slow precision.
+        self._start: tuple[Tensor, Tensor] | None = None
         if state is not None:
             self.state = state
         elif not recipe.precision_warmup:
@@ -228,9 +142,10 @@ class Training:
                 break
         if patience is not None and patience.kept is not None:
             self.state, self.noise = patience.kept
-        if self._start is not None:
+        # A state that was chosen by its loss on held-out rows stays as it was scored.
+        if self._start is not None and patience is None:
             betas = (rate_at("precision_lr", beta, step) for step in range(1, self.state.step + 1))
-            self.state = without_start(self.state, self._start, math.prod(1.0 - rate for rate in betas))
+            self.state = without_start(self.state, *self._start, math.prod(1.0 - rate for rate in betas))
         if self.noise is not None:
             self.noise.fall(1.0)  # a fit may have ended on the way
         return losses
@@ -256,8 +171,8 @@ class Training:
         """At the prior's precision at least, or its pull overshoots until the precision has learnt of it."""
         like = self.state.prec_diag
         lam = _checks.per_parameter("prior_precision", self.recipe.prior_precision, self.state.spec, like)
-        self._start = torch.maximum(like, lam)  # what is left of it is taken out in the end
-        self.state = replace(self.state, prec_diag=self._start)
+        self.state = replace(self.state, prec_diag=torch.maximum(like, lam))
+        self._start = self.state.prec_diag, lam
 
     def _rates(self, steps: int, falling: bool) -> tuple[Schedule, Schedule]:
         alpha, beta, start = self.recipe.lr, self.recipe.precision_lr, self.state.step
@@ -291,7 +206,7 @@ def _advice(epoch: int, recipe: Recipe, error: NumericalError) -> str:
     )
 
 
-def without_start(state: slang.State, start: Tensor, share: float) -> slang.State:
+def without_start(state: slang.State, start: Tensor, prior: Tensor, share: float) -> slang.State:
     r"""What the precision is without what it started with, as in Adam's correction of averages that began at zero.
 
     $$ (U U^\top + \mathrm{diag}\,d - \ell\,\mathrm{diag}\,d_0) / (1 - \ell) $$
@@ -299,11 +214,10 @@ def without_start(state: slang.State, start: Tensor, share: float) -> slang.Stat
     Args:
         state: after some steps.
         start: d₀, (P,).
-        share: ℓ = Π (1 − βₜ), the weight it still has.
+        prior: λ, (P,), which the diagonal part is never below, but for rounding.
+        share: ℓ = Π (1 − βₜ), the weight that the start still has.
     """
-    # Never below zero but for rounding: the diagonal is d₀'s share, the prior's and something positive.
-    rest = state.prec_diag - share * start
-    diag = torch.where(rest > 0, rest, state.prec_diag) / (1.0 - share)
+    diag = torch.maximum((state.prec_diag - share * start) / (1.0 - share), prior)
     return replace(state, prec_diag=diag, prec_factor=state.prec_factor / math.sqrt(1.0 - share))
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._data import Array
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._training import Rates, Rows
+from slangvi.estimators._recipe import Rates
+from slangvi.estimators._training import Rows
 
 __all__ = ["SLANGClassifier"]
 
@@ -33,10 +34,10 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         prior_precision: λ of weights and biases; a number, or a dict of parameter names or globs of `module_`.
         learning_rate_init: α at the start. "auto" is 0.1 for `fit`, and 0.02 for `partial_fit`, where rates are
             constant.
-        precision_learning_rate_init: β at the start. "auto" is `slow_precision` for `fit`, and 0.02 with a warm-up for
-            `partial_fit`; with a number `fit` has the warm-up too.
-        init_precision: d at the start. "auto" is a quarter of the rows, or λ where that is more, for a slow precision,
-            of which what is left is taken out in the end; otherwise 10.
+        precision_learning_rate_init: β at the start. "auto" is 0.02 with a warm-up, unless the precision is slow.
+        init_precision: d at the start. "auto" is 10, unless the precision is slow. It is for `fit` where both are
+            "auto": by `slow_precision`, from a quarter of the rows or λ, whichever is more. What is left of that is
+            taken out in the end, unless `early_stopping` chose the state as it was.
         mc_samples: S, draws of the weights per step.
         batch_size: rows per step; "auto" is an eighth of the rows, but at least 8 and at most 32.
         max_iter: epochs. A few dozen rows make few steps an epoch: give them more epochs, or higher rates.
@@ -89,7 +90,7 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> SLANGClassifier:
-        """One pass over more rows, with the rates at their start values.
+        """One pass over more rows, with constant rates.
 
         Args:
             X: rows; the first ones given decide the scale of the inputs.

@@ -16,7 +16,8 @@ from slangvi import _checks
 from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._data import Array, Scale
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._training import Rates, Rows
+from slangvi.estimators._recipe import Rates
+from slangvi.estimators._training import Rows
 
 __all__ = ["SLANGRegressor"]
 
@@ -34,10 +35,9 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         rank: L.
         prior_precision: λ.
         learning_rate_init: α at the start. "auto" is 0.1, and does not fall in `partial_fit`.
-        precision_learning_rate_init: β at the start. "auto" is `slow_precision` for `fit`, and 0.05 with a warm-up for
-            `partial_fit`.
-        init_precision: d at the start. "auto" is the number of rows, or λ where that is more, for a slow precision,
-            and otherwise 10.
+        precision_learning_rate_init: β at the start. "auto" is 0.05 with a warm-up, unless the precision is slow.
+        init_precision: d at the start. "auto" is 10, unless the precision is slow: for `fit` where both are "auto",
+            from the number of rows over the variance of the targets, or λ.
         mc_samples: S.
         batch_size: rows per step; "auto" is 8 to 32.
         max_iter: epochs.
@@ -140,7 +140,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SLANGRegressor:
-        """One pass over more rows, with the rates at their start values; the first rows given decide the scales.
+        """One pass over more rows, with constant rates; the first rows given decide the scales.
 
         Args:
             X: rows.

@@ -81,14 +81,14 @@ def compute_final(cell: Cell, attempt: Attempt) -> Arrays:
     return result | (run.shifted() if "degrees" in cell.settings and not run.lost else {})
 
 
-def chosen_setting(errors: list[float]) -> int:
+def chosen_setting(values: list[float]) -> int:
     """The first of the lowest; runs that were lost have NaN and are never chosen.
 
     Example:
         >>> chosen_setting([float("nan"), 2.5, 1.9, 1.9])
         2
     """
-    return int(np.nan_to_num(np.array(errors), nan=np.inf).argmin())
+    return int(np.nan_to_num(np.array(values), nan=np.inf).argmin())
 
 
 class _Run:
