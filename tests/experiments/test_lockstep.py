@@ -104,6 +104,25 @@ def test_training_comes_near_the_exact_answer(method, far, problem, reference):
     assert bool((found.kl[-1] < found.kl[0]).all())
 
 
+# Low-rank methods turn the same noise into other draws in float32.
+@pytest.mark.parametrize("method", ["mf_ef", "mf_hess", "full_ef", "full_hess"])
+def test_float32_is_as_good_where_the_precision_is_well_conditioned(method, problem, reference):
+    double, single = (trained(method, problem, reference, Desk(), dtype=dtype) for dtype in ("float64", "float32"))
+    assert single.q.loc.dtype == single.elbo.dtype == torch.float64
+    assert not torch.equal(single.q.loc, double.q.loc)
+    torch.testing.assert_close(single.elbo, double.elbo, rtol=1e-5, atol=1e-6)
+    assert float(symmetric_kl(single.q, double.q).max()) < 1e-6
+
+
+def test_a_run_in_float32_goes_on_to_the_last_bit(problem, reference):
+    whole, desk = trained("full_ef", problem, reference, Desk(), dtype="float32"), Desk(stop_at=BLOCK)
+    with pytest.raises(Stopped):
+        trained("full_ef", problem, reference, desk, dtype="float32")
+    again = trained("full_ef", problem, reference, Desk(kept=desk.kept), dtype="float32")
+    assert torch.equal(whole.q.covariance, again.q.covariance)
+    assert torch.equal(whole.elbo, again.elbo)
+
+
 def test_full_rank_slang_is_full_ef(problem, reference, monkeypatch):
     monkeypatch.setitem(METHODS, "slang_4", _lockstep.Method("slang", 4))
     low, full = (trained(method, problem, reference, Desk(), epochs=20) for method in ("slang_4", "full_ef"))

@@ -101,6 +101,13 @@ def test_the_papers_settings_are_the_default():
     assert (quick.epochs, [len(quick.splits(name)) for name in logreg.DATASETS]) == (500, [5, 5, 1, 5])
 
 
+def test_only_the_large_matrices_are_trained_in_float32():
+    recipe = main_recipe(Settings())
+    cells = [recipe.cell(dataset, method) for dataset in logreg.DATASETS for method in logreg.METHODS]
+    single = [cell.label for cell in cells if cell.settings.get("dtype", "float64") != "float64"]
+    assert single == ["usps_3vs5 full_ef", "usps_3vs5 full_hess"]
+
+
 def test_exact_cells_do_not_depend_on_the_training():
     long, short = (
         Recipe("logreg", epochs, lambda dataset: [1], 0, lambda dataset, method: 0.1, None) for epochs in (1, 2)

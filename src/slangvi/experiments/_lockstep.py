@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slangvi._steps import Rate, inverse_time
+from slangvi._steps import Prior, Rate, inverse_time
 from slangvi.experiments._cells import Arrays, Attempt
 from slangvi.experiments._logistic import Gaussian, Problem, negative_elbo_per_example, symmetric_kl
 from slangvi.grads.linear_predictor import LinearPredictorGradients
@@ -102,7 +102,8 @@ def train(
         method: a row of the table.
         problem: the splits.
         exact: the best full Gaussian of each, for the trace.
-        settings: `epochs`, `batch_size`, `mc_samples`, `lr`, `decay` (None holds the rate constant), `trace_points`.
+        settings: `epochs`, `batch_size`, `mc_samples`, `lr`, `decay` (None holds the rate constant), `trace_points`,
+            and `dtype` where that is not "float64"; metrics are taken in float64 whatever it is.
         seed: of minibatches and draws.
         attempt: where progress is told and checkpoints are kept.
     """
@@ -134,7 +135,9 @@ class _Run:
         self.kl: list[Tensor] = []
         # p(y | x) depends on ±x only: with the sign of its label in every row no step has to look labels up.
         signs = 2.0 * problem.y_train.unsqueeze(-1) - 1.0
-        self.rows = (signs * problem.x_train).reshape(splits * num_data, num_params)
+        dtype = getattr(torch, settings.get("dtype", "float64"))
+        self.rows = (signs * problem.x_train).reshape(splits * num_data, num_params).to(dtype)
+        self.prior = Prior(problem.prior.precision.to(dtype), problem.prior.mean.to(dtype))
         self.starts = num_data * torch.arange(splits, device=device).unsqueeze(-1)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.state = self._initial()
@@ -142,7 +145,7 @@ class _Run:
     def _initial(self) -> Any:
         """The method's own start, once for every split."""
         splits, _, num_params = self.problem.shape
-        zeros = {NAME: self.problem.x_train.new_zeros(num_params)}
+        zeros = {NAME: self.rows.new_zeros(num_params)}
         rank = self.method.rank
         state = self.module.init(zeros) if rank is None else self.module.init(zeros, rank)
         return _mapped(state, lambda x: x.expand(splits, *x.shape))
@@ -169,7 +172,7 @@ class _Run:
         x = self.rows.index_select(0, index).view(splits, self.batch, num_params)
         # Noise in float32 takes a fifth of the time, and its seven digits are plenty for noise.
         shape, device = (self.draws, splits, num_params), self.rows.device
-        noise = torch.randn(shape, generator=self.generator, dtype=torch.float32, device=device).double()
+        noise = torch.randn(shape, generator=self.generator, dtype=torch.float32, device=device).to(self.rows.dtype)
         thetas = state.precision.transform_noise(noise).add_(state.loc)
         probability = (x @ thetas.permute(1, 2, 0)).sigmoid_().mT  # of the label that was seen, (K, S, M)
         options: dict[str, Any] = {}
@@ -180,19 +183,19 @@ class _Run:
         else:
             gradients = LinearPredictorGradients(x, probability.sub_(1.0))
         rate = Rate(self.rate(state.step + 1))
-        settings = {"num_data": num_data, "prior": self.problem.prior, "lr": rate, "momentum": self.method.momentum}
+        settings = {"num_data": num_data, "prior": self.prior, "lr": rate, "momentum": self.method.momentum}
         return self.module.update(state, gradients, **settings, **options)[0]
 
     def gaussian(self) -> Gaussian:
         """Where the splits are now."""
-        posterior = self.module.posterior(self.state)
+        posterior = self.module.posterior(_mapped(self.state, Tensor.double))
         return Gaussian(posterior.loc, posterior.covariance_matrix)
 
     def capture(self) -> Arrays:
         """All that the next block depends on."""
         tensors = {f"state_{name}": value for name, value in _tensors(self.state).items()}
         tensors["generator"] = self.generator.get_state()
-        empty = self.rows.new_zeros(0)
+        empty = torch.zeros(0, dtype=torch.float64)
         tensors["elbo"] = torch.stack(self.elbo) if self.elbo else empty
         tensors["kl"] = torch.stack(self.kl) if self.kl else empty
         return {name: value.cpu().numpy() for name, value in tensors.items()} | {"step": np.array(self.state.step)}

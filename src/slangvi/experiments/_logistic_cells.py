@@ -37,6 +37,7 @@ class Recipe:
         mc_samples: S.
         trace_points: how often metrics are taken along the way.
         device: "cpu" or "cuda".
+        single: whether a data set and a method are trained in float32.
     """
 
     group: str
@@ -48,6 +49,7 @@ class Recipe:
     mc_samples: int = 12
     trace_points: int = 60
     device: str = "cpu"
+    single: Callable[[str, str], bool] = lambda dataset, method: False
 
     def cell(self, dataset: str, method: str) -> Cell:
         """One data set with one method."""
@@ -65,7 +67,7 @@ class Recipe:
             needs = () if method == REFERENCE else (self.cell(dataset, REFERENCE),)
             cost = 0.5 + 2e-8 * len(splits) * LIBSVM[dataset].num_features ** 3
             return Cell(self.group, dataset, method, shared, work, cost, needs)
-        trained = {
+        trained: dict[str, Any] = {
             "batch_size": row.batch_size,
             "epochs": self.epochs,
             "mc_samples": self.mc_samples,
@@ -76,6 +78,8 @@ class Recipe:
             "trace_points": self.trace_points,
         }
         cost = _seconds(dataset, method, len(splits), self.epochs)
+        if self.single(dataset, method):
+            trained["dtype"], cost = "float32", 0.6 * cost
         return Cell(self.group, dataset, method, shared | trained, work, cost, (self.cell(dataset, REFERENCE),))
 
 
