@@ -7,14 +7,17 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slangvi.experiments import report
 from slangvi.experiments._cells import Arrays, Attempt, Cell
+from slangvi.experiments._settings import Settings
 
 if TYPE_CHECKING:
     import pytest
@@ -113,3 +116,26 @@ def page_of(name, out, folder):
     (results / f"{name}.json").write_text(json.dumps(about))
     page, *pictures = report.write(results, docs)
     return page.read_text(), pictures
+
+
+def in_two_places(
+    experiment: ModuleType, settings: Settings, first: Mapping[str, Any], second: Mapping[str, Any]
+) -> tuple[Path, Path]:
+    """Run a part of a table, then another in a clone, which has no cells: all is as if they had been kept."""
+    whole, parts = (replace(settings, out=settings.out / name) for name in ("whole", "parts"))
+    for chosen in (first, second):
+        expected = experiment.run(replace(whole, **chosen))
+        found = experiment.run(replace(parts, **chosen))
+        shutil.rmtree(parts.cells)
+    assert [row[:3] for row in found.rows] == [row[:3] for row in expected.rows]
+    assert [path.name for path in found.files] == [path.name for path in expected.files]
+    for path in found.files:
+        other = whole.out / path.name
+        if path.suffix == ".csv":
+            assert path.read_text() == other.read_text(), path.name
+        if path.suffix == ".json":
+            told, made = (json.loads(each.read_text())["cells"] for each in (path, other))
+            assert {name: facts["fingerprint"] for name, facts in told.items()} == {
+                name: facts["fingerprint"] for name, facts in made.items()
+            }
+    return whole.out, parts.out

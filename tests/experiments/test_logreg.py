@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from importlib import import_module
 
+import numpy as np
 import pytest
 
 import experimenting
@@ -191,9 +193,30 @@ def test_a_clone_without_cells_loses_nothing(computed, settings):
     for path in sorted(settings.cells.rglob("*.npz")):
         path.unlink()
     logreg_covariance.run(one)
-    with pytest.raises(ValueError, match=r"has 3 cells that were not chosen .* \(breast_cancer full_exact, "):
-        logreg.run(replace(one, datasets=("a1a",), methods=("full_exact", "mf_exact")))
     assert {path: path.read_bytes() for path in settings.out.iterdir() if path.is_file()} == kept
+    with pytest.raises(ValueError, match=r"has 3 cells of other settings .* \(breast_cancer full_exact, "):
+        logreg.run(replace(one, datasets=("a1a",), methods=("full_exact", "mf_exact"), epochs=9, splits=3))
+    assert {path: path.read_bytes() for path in settings.out.iterdir() if path.is_file()} == kept
+
+
+@pytest.mark.parametrize("experiment", [logreg, logreg_online_eig, logreg_convergence])
+def test_a_clone_goes_on_where_the_table_is(experiment, computed, settings):
+    methods = experiment.METHODS[:1]
+    first, second = ({"datasets": (name,), "methods": methods} for name in ("usps_3vs5", "breast_cancer"))
+    whole, parts = experimenting.in_two_places(experiment, settings, first, second)
+    if experiment is logreg:
+        kept, made = (read_posteriors(folder / "logreg-posteriors.npz") for folder in (parts, whole))
+        assert kept.keys() == made.keys()
+        assert all(np.array_equal(kept[name].covariance, made[name].covariance) for name in made)
+
+
+def test_a_table_that_is_gone_is_missed_by_name(computed, settings):
+    one = replace(settings, methods=("mf_exact",))
+    logreg.run(replace(one, datasets=("breast_cancer",)))
+    shutil.rmtree(settings.cells)
+    (settings.out / "logreg-splits.csv").unlink()
+    with pytest.raises(ValueError, match=r"logreg-splits.csv is missing, though logreg.json beside it"):
+        logreg.run(replace(one, datasets=("a1a",)))
 
 
 def test_missing_data_are_told_before_anything_is_computed(settings, monkeypatch, tmp_path):

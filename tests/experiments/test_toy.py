@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
 
+import experimenting
 from slangvi import full
 from slangvi.experiments import _cubic, _toy_cells, _toy_chains, _toy_pages, toy
 from slangvi.experiments._cells import Attempt, Stopped
@@ -270,6 +271,10 @@ def test_tables_and_how_they_came_about(settings):
 def test_a_method_alone_comes_with_the_reference(settings):
     rows = toy.run(replace(settings, methods=("bbb",))).rows
     assert {row.method for row in rows} == {"bbb", "hmc"}
+
+
+def test_a_clone_goes_on_where_the_table_is(settings):
+    experimenting.in_two_places(toy, settings, {"methods": ("bbb",)}, {"methods": ("slang_1",)})
 
 
 def test_what_is_not_the_reference_is_measured_by_it():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import experimenting
 import regressing
 from slangvi import online_eig, replicas, slang
 from slangvi.data import standardise
@@ -250,6 +251,12 @@ def test_a_shorter_run_does_not_replace_a_longer_one(settings):
     uci.run(replace(settings, datasets=("yacht",), methods=("bbb",)))
     with pytest.raises(ValueError, match="from a run of 3 epochs and 2 splits"):
         uci.run(replace(settings, datasets=("yacht",), methods=("bbb",), epochs=2))
+
+
+def test_a_clone_goes_on_where_the_table_is(settings):
+    experimenting.in_two_places(
+        uci, settings, *({"datasets": (name,), "methods": ("bbb",)} for name in ("yacht", "boston"))
+    )
 
 
 def test_the_page_says_where_cells_were_computed(settings, tmp_path):

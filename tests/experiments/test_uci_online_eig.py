@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import experimenting
 import regressing
 from slangvi.experiments import _uci_cells, uci, uci_online_eig
 from slangvi.experiments._cells import Attempt, Stopped
@@ -138,6 +139,10 @@ def test_another_set_has_no_trace_and_loses_none(done):
     outcome = uci_online_eig.run(replace(settings, datasets=("yacht",)))
     assert {row.dataset for row in outcome.rows} == {"energy", "yacht"}
     assert outcome.files[2].read_text() == trace
+
+
+def test_a_clone_goes_on_where_the_table_is(settings):
+    experimenting.in_two_places(uci_online_eig, settings, {"datasets": ("energy",)}, {"datasets": ("boston",)})
 
 
 def test_without_its_set_the_figure_is_left_out(settings, tmp_path):

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from slangvi.experiments._cells import Cell
-from slangvi.experiments._results import read_about, read_table
+from slangvi.experiments._results import Posterior, Row, read_about, read_posteriors, read_table
 
-__all__ = ["Earlier"]
+__all__ = ["Earlier", "label_of"]
 
 # They say where and how much was computed, not what.
 _ELSEWHERE = ("device", "quick")
+
+
+def label_of(line: Mapping[str, Any]) -> str:
+    """The cell behind a line that names its data set and its method."""
+    return f"{line['dataset']} {line['method']}"
 
 
 class Earlier:
@@ -29,9 +34,12 @@ class Earlier:
     """
 
     def __init__(self, about: Path, common: Mapping[str, Any], planned: Iterable[Cell], here: Iterable[Cell]) -> None:
+        self._about = about
         told: Mapping[str, Any] = read_about(about) if about.is_file() else {"settings": {}, "cells": {}}
         mine = {cell.label for cell in _with_needs(here)}
-        prints = {cell.label: cell.fingerprint for cell in _with_needs(planned)}
+        planned = list(planned)
+        prints = {cell.label: cell.fingerprint for cell in (*planned, *_with_needs(planned))}
+        self._places = {label: place for place, label in enumerate(prints)}
         # Settings that are no longer searched go with what was chosen from them.
         mine |= {label for label in set(told.get("cells", ())) - set(prints) if _owner(label) in map(_owner, mine)}
         self.cells = {label: facts for label, facts in told.get("cells", {}).items() if label not in mine}
@@ -57,8 +65,50 @@ class Earlier:
         self, path: Path, header: Sequence[str], label: Callable[[Mapping[str, str]], str | None]
     ) -> list[tuple[str, ...]]:
         """Lines of an earlier table that are carried over; `label` tells the cell of a line."""
-        found = read_table(path, header) if self.cells else []
-        return [tuple(line.values()) for line in found if label(line) in self.cells]
+        if not self.cells:
+            return []
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is missing, though {self._about.name} beside it tells of {len(self.cells)} cells that only it "
+                "has. Bring it back, or remove the JSON too; what was computed now is kept."
+            )
+        return [tuple(line.values()) for line in read_table(path, header) if label(line) in self.cells]
+
+    def merged(
+        self,
+        path: Path,
+        header: Sequence[str],
+        lines: Iterable[Sequence[Any]],
+        label: Callable[[Mapping[str, Any]], str] = label_of,
+        by: Sequence[str] = ("metric",),
+    ) -> list[Sequence[Any]]:
+        """Lines that are carried over and new ones, in the order of a table that is made at once.
+
+        Args:
+            path: of the table.
+            header: its columns.
+            lines: new ones.
+            label: tells the cell of a line.
+            by: columns that lines are ordered by, where there are such, before they are ordered as cells are planned.
+        """
+        both: list[Sequence[Any]] = [*self.lines(path, header, label), *lines]
+        named = [(dict(zip(header, line, strict=True)), line) for line in both]
+        seen = {column: list(dict.fromkeys(line.get(column) for line, _ in named)) for column in by}
+
+        def place(entry: tuple[dict[str, Any], Sequence[Any]]) -> tuple[int, ...]:
+            found = entry[0]
+            return *(seen[column].index(found.get(column)) for column in by), self._places[label(found)]
+
+        return [line for _, line in sorted(named, key=place)]
+
+    def rows(self, path: Path, rows: Iterable[Row], **order: Any) -> list[Row]:
+        """The same for a table of metrics."""
+        return [Row.read(line) for line in self.merged(path, Row._fields, rows, **order)]
+
+    def posteriors(self, path: Path) -> dict[str, Posterior]:
+        """Gaussians of cells that are carried over, by "dataset/method"."""
+        found = read_posteriors(path) if self.cells and path.is_file() else {}
+        return {name: q for name, q in found.items() if name.replace("/", " ", 1) in self.cells}
 
 
 def _with_needs(cells: Iterable[Cell]) -> Iterator[Cell]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from slangvi.data.libsvm import load_libsvm
 from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell, Stored, read_cell
+from slangvi.experiments._earlier import Earlier
 from slangvi.experiments._lockstep import METHODS
 from slangvi.experiments._logistic import DATASETS, METRICS
 from slangvi.experiments._logistic_cells import Recipe, plan
@@ -29,10 +30,13 @@ from slangvi.experiments._settings import Settings, choose
 __all__ = [
     "LR",
     "TRACE_COLUMNS",
+    "Computed",
     "Finished",
     "Outcome",
+    "compared",
     "compute",
     "finished",
+    "known",
     "main_recipe",
     "metric_rows",
     "posteriors",
@@ -63,6 +67,14 @@ class Finished(NamedTuple):
 
     cell: Cell
     stored: Stored
+
+
+class Computed(NamedTuple):
+    """All cells of a table that are finished, those beside it, and what earlier results say of the others."""
+
+    cells: list[Finished]
+    besides: list[Finished]
+    earlier: Earlier
 
 
 def main_recipe(settings: Settings) -> Recipe:
@@ -98,7 +110,7 @@ def compute(
     settings: Settings,
     progress: Progress,
     besides: Sequence[Cell] = (),
-) -> list[Finished]:
+) -> Computed:
     """Compute the chosen cells of a table, and return all of its cells that are finished.
 
     Args:
@@ -111,25 +123,38 @@ def compute(
     """
     datasets = choose("dataset", settings.datasets, table[0])
     methods = choose("method", settings.methods, table[1])
-    about, chosen, every = settings.out / f"{name}.json", plan(recipe, datasets, methods), plan(recipe, *table)
-    refuse_shorter(about, recipe.epochs, _most_splits(recipe))
-    refuse_smaller(about, [*chosen, *(cell for cell, _ in finished(every, settings.cells))])
+    wanted = [*plan(recipe, datasets, methods), *(cell for cell in besides if cell.dataset in datasets)]
+    earlier = compared(name, recipe, table, settings, wanted, besides)
     require_data(datasets)
-    wanted = [*chosen, *(cell for cell in besides if cell.dataset in datasets)]
     run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
-    return finished(every, settings.cells)
+    return known(recipe, table, settings, earlier, besides)
 
 
-def refuse_smaller(path: Path, cells: Iterable[Cell]) -> None:
-    """Refuse to replace a table by one with fewer cells, as in a clone of the repository, which has no cells."""
-    missing = set(read_about(path).get("cells", ())) if path.is_file() else set()
-    for cell in cells:
-        missing -= {cell.label, *(need.label for need in cell.needs)}
-    if missing:
-        raise ValueError(
-            f"{path} has {len(missing)} cells that were not chosen and are not kept beside it ({min(missing)}, ...): "
-            "they would be lost. Choose another folder with --out, or leave out --datasets and --methods."
-        )
+def compared(
+    name: str,
+    recipe: Recipe,
+    table: tuple[Sequence[str], Sequence[str]],
+    settings: Settings,
+    wanted: Sequence[Cell] = (),
+    besides: Sequence[Cell] = (),
+) -> Earlier:
+    """What a run that computes the wanted cells keeps of earlier results; refused if it is the shorter one."""
+    about, every = settings.out / f"{name}.json", [*plan(recipe, *table), *besides]
+    refuse_shorter(about, recipe.epochs, _most_splits(recipe))
+    return Earlier(about, _told(recipe), every, [*wanted, *(cell for cell, _ in finished(every, settings.cells))])
+
+
+def known(
+    recipe: Recipe,
+    table: tuple[Sequence[str], Sequence[str]],
+    settings: Settings,
+    earlier: Earlier,
+    besides: Sequence[Cell] = (),
+) -> Computed:
+    """What is finished here, which counts more than what earlier results say, and these."""
+    cells, more = (finished(each, settings.cells) for each in (plan(recipe, *table), besides))
+    earlier.forget(cell for cell, _ in (*cells, *more))
+    return Computed(cells, more, earlier)
 
 
 def _most_splits(recipe: Recipe) -> int:
@@ -145,13 +170,14 @@ def finished(cells: Iterable[Cell], folder: Path) -> list[Finished]:
 # ---- what they hold ----
 
 
-def metric_rows(cells: Sequence[Finished]) -> list[Row]:
-    """The three metrics of every cell over its splits."""
-    return [
+def metric_rows(name: str, done: Computed, settings: Settings) -> list[Row]:
+    """The three metrics of every cell over its splits, of those in earlier results too."""
+    fresh = [
         aggregate(cell.dataset, metric, cell.method, stored.arrays[metric])
         for metric in METRICS
-        for cell, stored in cells
+        for cell, stored in done.cells
     ]
+    return done.earlier.rows(settings.out / f"{name}.csv", fresh)
 
 
 def split_lines(cells: Sequence[Finished]) -> list[tuple[Any, ...]]:
@@ -191,7 +217,7 @@ def posteriors(cells: Sequence[Finished]) -> dict[str, Posterior]:
 def save(
     name: str,
     rows: list[Row],
-    cells: Sequence[Finished],
+    done: Computed,
     recipe: Recipe,
     settings: Settings,
     start: float,
@@ -204,7 +230,7 @@ def save(
     Args:
         name: of the experiment.
         rows: its table.
-        cells: what it was made of.
+        done: what it was made of, and what stays of earlier results.
         recipe: how they were trained.
         settings: what was chosen.
         start: of the run, by `perf_counter`.
@@ -212,17 +238,23 @@ def save(
         keep_splits: write the metrics of every split too.
         keep_posteriors: write the Gaussians of the first split too.
     """
-    makers: dict[str, Callable[[Path], None]] = {f"{name}.csv": lambda path: write_rows(path, rows)}
-    if keep_splits:
-        makers[f"{name}-splits.csv"] = lambda path: write_table(path, SPLIT_COLUMNS, split_lines(cells))
-    if traces:
-        makers[f"{name}-trace.csv"] = lambda path: write_table(path, TRACE_COLUMNS, traces)
+    cells, besides, earlier = done
+    about, paths = settings.out / f"{name}.json", [settings.out / f"{name}.csv"]
+    write_rows(paths[0], rows)
+    for kind, header, lines in (
+        ("splits", SPLIT_COLUMNS, split_lines(cells) if keep_splits else []),
+        ("trace", TRACE_COLUMNS, traces),
+    ):
+        path = settings.out / f"{name}-{kind}.csv"
+        if lines or (earlier.cells and path.is_file()):
+            write_table(path, header, earlier.merged(path, header, lines))
+            paths.append(path)
     if keep_posteriors:
-        makers[f"{name}-posteriors.npz"] = lambda path: write_posteriors(path, posteriors(cells))
-    makers[f"{name}.json"] = lambda path: _write_about(path, _about(name, cells, recipe, settings, start))
-    for file, make in makers.items():
-        make(settings.out / file)
-    return Outcome(rows, [settings.out / file for file in makers])
+        paths.append(settings.out / f"{name}-posteriors.npz")
+        write_posteriors(paths[-1], earlier.posteriors(paths[-1]) | posteriors(cells))
+    told = about_run(name, [*cells, *besides], _told(recipe), settings, start, _about_cell, earlier.cells)
+    _write_about(about, told)
+    return Outcome(rows, [*paths, about])
 
 
 def _write_about(path: Path, about: dict[str, Any]) -> None:
@@ -230,13 +262,13 @@ def _write_about(path: Path, about: dict[str, Any]) -> None:
     there = read_about(path) if path.is_file() else {}
     alike = all(there.get(key) == about[key] for key in ("settings", "seed"))
     if not (alike and about["cells"] in ({}, there.get("cells"))):
-        write_about(path, about)
+        write_about(path, about | {"threads": 1})
 
 
-def _about(name: str, cells: Sequence[Finished], recipe: Recipe, settings: Settings, start: float) -> dict[str, Any]:
+def _told(recipe: Recipe) -> dict[str, Any]:
+    """Settings that all cells share."""
     chosen: dict[str, Any] = {"epochs": recipe.epochs, "splits": _most_splits(recipe)}
-    chosen |= {"mc_samples": recipe.mc_samples, "decay": recipe.decay}
-    return about_run(name, cells, chosen, settings, start, _about_cell) | {"threads": 1}
+    return chosen | {"mc_samples": recipe.mc_samples, "decay": recipe.decay}
 
 
 def _about_cell(cell: Cell, stored: Stored) -> dict[str, Any]:

@@ -57,6 +57,12 @@ class Row(NamedTuple):
     worst: float
     n: int
 
+    @classmethod
+    def read(cls, values: Sequence[Any]) -> Row:
+        """From a line of the table, as text or not."""
+        dataset, metric, method, mean, error, median, worst, n = values
+        return cls(dataset, metric, method, float(mean), float(error), float(median), float(worst), int(n))
+
 
 def aggregate(
     dataset: str,
@@ -88,11 +94,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """What `write_rows` wrote."""
-    found = []
-    for line in read_table(path, Row._fields):
-        mean, error, median, worst = (float(line[name]) for name in Row._fields[3:7])
-        found.append(Row(line["dataset"], line["metric"], line["method"], mean, error, median, worst, int(line["n"])))
-    return found
+    return [Row.read(tuple(line.values())) for line in read_table(path, Row._fields)]
 
 
 def write_table(path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:

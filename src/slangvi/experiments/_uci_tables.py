@@ -9,14 +9,8 @@ from typing import Any, NamedTuple
 from slangvi.data import load_uci
 from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell
-from slangvi.experiments._logistic_tables import (
-    TRACE_COLUMNS,
-    Finished,
-    Outcome,
-    finished,
-    refuse_smaller,
-    trace_lines,
-)
+from slangvi.experiments._earlier import Earlier
+from slangvi.experiments._logistic_tables import TRACE_COLUMNS, Finished, Outcome, finished, trace_lines
 from slangvi.experiments._results import aggregate, refuse_shorter, write_about, write_rows, write_table
 from slangvi.experiments._runner import Progress, run_cells
 from slangvi.experiments._settings import Settings
@@ -53,7 +47,7 @@ def run_table(
     require: Callable[[str], object] | None = None,
     along: Along | None = None,
 ) -> Outcome:
-    """Compute chosen cells, and write the tables of all that are finished.
+    """Compute chosen cells, and write the tables of all that are finished, here or earlier.
 
     Args:
         name: of the experiment.
@@ -67,17 +61,16 @@ def run_table(
         require: reads a data set, to see that it is there; None reads UCI data.
         along: cells that have the traces; None when all cells have, and then there is no table of splits.
     """
-    start, about = perf_counter(), settings.out / f"{name}.json"
+    start, about, told = perf_counter(), settings.out / f"{name}.json", common | {"splits": len(common["splits"])}
     traced = along or Along([], [])
-    refuse_shorter(about, common["epochs"], len(common["splits"]))
-    there = finished([*every, *traced.every], settings.cells)
-    refuse_smaller(about, [*wanted, *traced.wanted, *(cell for cell, _ in there)])
+    chosen, planned = [*wanted, *traced.wanted], [*every, *traced.every]
+    refuse_shorter(about, told["epochs"], told["splits"])
+    earlier = Earlier(about, told, planned, [*chosen, *(cell for cell, _ in finished(planned, settings.cells))])
     for dataset in dict.fromkeys(cell.dataset for cell in wanted):
         (require or load_uci)(dataset)  # a missing or damaged file is told before anything is computed
-    chosen = [*wanted, *traced.wanted]
     run_cells(chosen, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
     done = finished(every, settings.cells), None if along is None else finished(along.every, settings.cells)
-    return _save(name, *done, columns, common, settings, start, traces or {})
+    return _save(name, *done, columns, told, settings, start, traces or {}, earlier)
 
 
 def _save(
@@ -85,11 +78,14 @@ def _save(
     cells: Sequence[Finished],
     traced: Sequence[Finished] | None,
     columns: Columns,
-    common: dict[str, Any],
+    told: dict[str, Any],
     settings: Settings,
     start: float,
     traces: Mapping[str, str],
+    earlier: Earlier,
 ) -> Outcome:
+    done = [*cells, *(traced or [])]
+    earlier.forget(cell for cell, _ in done)
     rows = [
         aggregate(cell.dataset, metric, cell.method, stored.arrays[metric], _worst(metric))
         for metric in columns[:2]
@@ -104,11 +100,11 @@ def _save(
         lines = [line for metric, array in traces.items() for line in trace_lines(have, metric, array, _worst(metric))]
         tables["trace"] = TRACE_COLUMNS, lines
     paths = [settings.out / f"{name}{end}" for end in (".csv", *(f"-{kind}.csv" for kind in tables), ".json")]
+    rows = earlier.rows(paths[0], rows)
     write_rows(paths[0], rows)
-    for path, table in zip(paths[1:-1], tables.values(), strict=True):
-        write_table(path, *table)
-    told = common | {"splits": len(common["splits"])}
-    write_about(paths[-1], about_run(name, [*cells, *(traced or [])], told, settings, start))
+    for path, (header, lines) in zip(paths[1:-1], tables.values(), strict=True):
+        write_table(path, header, earlier.merged(path, header, lines))
+    write_about(paths[-1], about_run(name, done, told, settings, start, kept=earlier.cells))
     return Outcome(rows, paths)
 
 

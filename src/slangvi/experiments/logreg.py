@@ -49,8 +49,8 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     """Train what is not trained yet, and write the tables."""
     start = perf_counter()
     recipe = main_recipe(settings)
-    cells = compute(NAME, recipe, (DATASETS, METHODS), settings, progress)
-    return save(NAME, metric_rows(cells), cells, recipe, settings, start)
+    done = compute(NAME, recipe, (DATASETS, METHODS), settings, progress)
+    return save(NAME, metric_rows(NAME, done, settings), done, recipe, settings, start)
 
 
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:

@@ -43,10 +43,10 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
         trace_points=120,
         device=settings.device,
     )
-    cells = compute(NAME, recipe, (DATASETS, METHODS), settings, progress)
-    traces = trace_lines(cells, "negative_elbo_per_example", "trace_elbo")
-    kept = {"keep_splits": False, "keep_posteriors": False}
-    return save(NAME, metric_rows(cells), cells, recipe, settings, start, traces, **kept)
+    done = compute(NAME, recipe, (DATASETS, METHODS), settings, progress)
+    traces = trace_lines(done.cells, "negative_elbo_per_example", "trace_elbo")
+    rows = metric_rows(NAME, done, settings)
+    return save(NAME, rows, done, recipe, settings, start, traces, keep_splits=False, keep_posteriors=False)
 
 
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from slangvi.experiments import _logistic, _pages, logreg
-from slangvi.experiments._logistic_cells import Recipe, plan
-from slangvi.experiments._logistic_tables import Outcome, compute, finished, main_recipe, posteriors, save
+from slangvi.experiments._logistic_cells import Recipe
+from slangvi.experiments._logistic_tables import Outcome, compared, compute, known, main_recipe, posteriors, save
 from slangvi.experiments._results import (
     Posterior,
     Row,
@@ -47,14 +47,16 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     datasets = choose("dataset", settings.datasets, DATASETS)
     methods = choose("method", settings.methods, METHODS)
     wanted = [f"{dataset}/{method}" for dataset in datasets for method in methods]
-    found, cells = _kept(settings, recipe), finished(plan(recipe, DATASETS, METHODS), settings.cells)
+    found, table = _kept(settings, recipe), (DATASETS, METHODS)
     if settings.force or not found.keys() >= set(wanted):
-        cells = compute(NAME, recipe, (DATASETS, METHODS), settings, progress)
-        found |= posteriors(cells)
+        done = compute(NAME, recipe, table, settings, progress)
+        found |= posteriors(done.cells)
         write_posteriors(settings.out / POSTERIORS, found)
+    else:
+        done = known(recipe, table, settings, compared(NAME, recipe, table, settings))
     every = [f"{dataset}/{method}" for dataset in DATASETS for method in METHODS]
     rows = bias_rows({name: found[name] for name in every if name in found})
-    outcome = save(NAME, rows, cells, recipe, settings, start, keep_splits=False, keep_posteriors=False)
+    outcome = save(NAME, rows, done, recipe, settings, start, keep_splits=False, keep_posteriors=False)
     return outcome._replace(files=[settings.out / POSTERIORS, *outcome.files])
 
 

@@ -14,7 +14,6 @@ from slangvi.experiments._logistic_tables import (
     TRACE_COLUMNS,
     Outcome,
     compute,
-    finished,
     main_recipe,
     metric_rows,
     save,
@@ -45,10 +44,10 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     start = perf_counter()
     recipe = main_recipe(settings)
     baseline = plan(recipe, [DRAWN], [BASELINE])
-    cells = compute(NAME, recipe, (DATASETS, METHODS), settings, progress, besides=baseline)
-    drawn = [*(cell for cell in cells if cell.cell.dataset == DRAWN), *finished(baseline, settings.cells)]
+    done = compute(NAME, recipe, (DATASETS, METHODS), settings, progress, besides=baseline)
+    drawn = [*(cell for cell in done.cells if cell.cell.dataset == DRAWN), *done.besides]
     traces = trace_lines(drawn, "symmetric_kl", "trace_kl")
-    return save(NAME, metric_rows(cells), cells, recipe, settings, start, traces)
+    return save(NAME, metric_rows(NAME, done, settings), done, recipe, settings, start, traces)
 
 
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,7 +14,8 @@ from slangvi.experiments import _pages, _toy_pages
 from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Arrays, Cell, Stored
 from slangvi.experiments._cubic import GRID, INSIDE, NOISE
-from slangvi.experiments._logistic_tables import Finished, Outcome, finished, refuse_smaller
+from slangvi.experiments._earlier import Earlier
+from slangvi.experiments._logistic_tables import Finished, Outcome, finished
 from slangvi.experiments._results import (
     Row,
     aggregate,
@@ -107,24 +108,39 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
         raise ValueError(f"{NAME} has networks of 31 weights, for which a GPU is of no use. Use --device cpu.")
     wanted, every = plan(options, choose("method", settings.methods, METHODS)), plan(options, METHODS)
     refuse_shorter(about, options["fit"]["epochs"], len(options["fit"]["splits"]))
-    refuse_smaller(about, [*wanted, *(cell for cell, _ in finished(every, settings.cells))])
+    here = [*wanted, *(cell for cell, _ in finished(every, settings.cells))]
+    earlier = Earlier(about, _told(options), every, here)
     run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
-    return _save(finished(every, settings.cells), options, settings, start)
+    return _save(finished(every, settings.cells), options, settings, start, earlier)
 
 
 # ---- tables ----
 
 
-def _save(cells: Sequence[Finished], options: dict[str, dict[str, Any]], settings: Settings, start: float) -> Outcome:
-    rows = table_rows(cells)
-    paths = [settings.out / f"{NAME}{end}" for end in (".csv", "-grid.csv", "-trace.csv", ".json")]
-    write_rows(paths[0], rows)
-    write_table(paths[1], _toy_pages.GRID_COLUMNS, [line for done in cells for line in _grid_lines(done)])
-    write_table(paths[2], _toy_pages.TRACE_COLUMNS, [line for done in cells for line in _trace_lines(done)])
+def _told(options: dict[str, dict[str, Any]]) -> dict[str, Any]:
     fit = options["fit"] | {"splits": len(options["fit"]["splits"])}
-    told = {**options["common"], **fit, "hmc": options["hmc"]}
-    write_about(paths[3], about_run(NAME, cells, told, settings, start, _about_cell))
+    return {**options["common"], **fit, "hmc": options["hmc"]}
+
+
+def _save(
+    cells: Sequence[Finished], options: dict[str, dict[str, Any]], settings: Settings, start: float, earlier: Earlier
+) -> Outcome:
+    earlier.forget(cell for cell, _ in cells)
+    paths = [settings.out / f"{NAME}{end}" for end in (".csv", "-grid.csv", "-trace.csv", ".json")]
+    rows = earlier.rows(paths[0], table_rows(cells), label=_label, by=("dataset", "metric"))
+    write_rows(paths[0], rows)
+    for path, header, lines_of in (
+        (paths[1], _toy_pages.GRID_COLUMNS, _grid_lines),
+        (paths[2], _toy_pages.TRACE_COLUMNS, _trace_lines),
+    ):
+        write_table(path, header, earlier.merged(path, header, [x for done in cells for x in lines_of(done)], _label))
+    write_about(paths[3], about_run(NAME, cells, _told(options), settings, start, _about_cell, earlier.cells))
     return Outcome(rows, paths)
+
+
+def _label(line: Mapping[str, Any]) -> str:
+    """The cell behind a line of any table; those of metrics name a region where others name the data set."""
+    return f"{DATASETS[0]} {line['method']}"
 
 
 def table_rows(cells: Sequence[Finished]) -> list[Row]:
