@@ -147,11 +147,32 @@ def test_equal_weights_count_as_more_data():
 def test_early_stopping_keeps_the_best_state(make):
     data = (X, NAMES) if make is classifier else (INPUTS, Y)
     model = make(early_stopping=True, n_iter_no_change=2, tol=10.0, validation_fraction=0.2, max_iter=20).fit(*data)
-    assert model.n_iter_ == 3  # the first counts against infinity, no later one is better by ten
-    assert len(model.validation_nll_) == len(model.loss_curve_) == 3
-    assert model.best_validation_nll_ == min(model.validation_nll_)
-    best = int(np.argmin(model.validation_nll_)) + 1
+    before = 0 if make is classifier else 6  # epochs of the first 30 % do not count: noise is not learnt yet
+    assert model.n_iter_ == before + 3  # the first counts against infinity, no later one is better by ten
+    assert len(model.validation_nll_) == len(model.loss_curve_) == before + 3
+    assert model.best_validation_nll_ == min(model.validation_nll_[before:])
+    best = before + int(np.argmin(model.validation_nll_[before:])) + 1
     assert model.state_.step == best * 3  # 120 rows, 50 at a time
+
+
+@pytest.mark.parametrize("noise", ["learn", 0.5])
+def test_early_stopping_waits_until_the_noise_is_what_it_is(noise):
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(300, 4))
+    targets = inputs[:, 0] + rng.normal(size=300)  # nothing is learnt after the first few epochs
+    model = SLANGRegressor(early_stopping=True, noise=noise, max_iter=60, n_iter_no_change=3, random_state=0)
+    model.fit(inputs, targets)
+    assert model.n_iter_ > (0.3 if noise == "learn" else 0.6) * 60
+    assert model.noise_std_ == pytest.approx(1.0 if noise == "learn" else 0.5, rel=0.15)
+
+
+def test_early_stopping_does_not_keep_a_precision_that_is_still_at_its_start():
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(400, 10))
+    model = SLANGClassifier(early_stopping=True, random_state=0).fit(inputs, inputs[:, 0] + rng.normal(size=400) > 0)
+    deviations = model.posterior_.variance.sqrt()
+    assert deviations.max() > 2.0 * deviations.min()
+    assert deviations.max() > 0.5  # of a prior of 1, for weights that hardly matter
 
 
 @pytest.mark.parametrize("change", [{"rank": 3}, {"hidden_layer_sizes": (7,)}, {"activation": "tanh"}])

@@ -259,7 +259,10 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
                 check_outputs(self.module_(rows.x[:2]), len(rows.x[:2]), self._num_outputs())
         noise = self._kept_noise() if go_on else self._noise(rows)
         spread = 1.0 if noise is None else noise.spread
-        recipe = wishes.endless() if epochs is None else wishes.planned(len(rows.x), rows.total, epochs, spread)
+        if epochs is None:
+            recipe = wishes.endless()
+        else:
+            recipe = wishes.planned(len(rows.x), rows.total, epochs, spread, self.early_stopping)
         return Training(self.module_, recipe, noise, self.state_ if go_on else None)
 
     def _own_sizes(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class Rates:
     Args:
         falling: α of `fit`, where rates fall.
         curvature: κ of `slow_precision`, for targets of variance 1.
-        constant: α and β of `partial_fit`, which does not know how many steps will come.
+        constant: α and β where nobody knows how many steps will come, in `partial_fit` and with early stopping.
         init_precision: d at the start, where the precision is not slow.
     """
 
@@ -65,15 +65,20 @@ class Wishes:
     batch_size: int | None
     rates: Rates
 
-    def planned(self, rows: int, total: float, epochs: int, spread: float = 1.0) -> Recipe:
+    def planned(self, rows: int, total: float, epochs: int, spread: float = 1.0, may_stop: bool = False) -> Recipe:
         """For so many epochs, with rates that fall; the precision is slow if neither its rate nor its start is given.
+
+        Not so if training may stop early: the precision would still be near its high start then.
 
         Args:
             rows: to train on.
             total: what they count for, N.
             epochs: of them.
             spread: variance of the targets.
+            may_stop: before all epochs are over.
         """
+        if may_stop:
+            return self.endless()
         lr = self.rates.falling if self.lr is None else self.lr
         if self.precision_lr is not None or self.init_precision is not None:
             return self._warmed_up(lr)
@@ -82,7 +87,7 @@ class Wishes:
         return self._recipe(lr, slow["precision_lr"], slow["init_precision"], precision_warmup=False)
 
     def endless(self) -> Recipe:
-        """For nobody knows how many steps, with constant rates."""
+        """For nobody knows how many steps."""
         return self._warmed_up(self.rates.constant[0] if self.lr is None else self.lr)
 
     def _warmed_up(self, lr: float) -> Recipe:

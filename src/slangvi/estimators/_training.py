@@ -67,9 +67,11 @@ class Patience:
         self.kept: tuple[slang.State, Noise | None] | None = None
         self._since = 0
 
-    def exhausted(self, state: slang.State, noise: Noise | None) -> bool:
-        """Look at the state after an epoch, and say whether to stop."""
+    def exhausted(self, state: slang.State, noise: Noise | None, counts: bool = True) -> bool:
+        """Look at the state after an epoch, and say whether to stop; one that does not count is only looked at."""
         self.losses.append(self.loss(state, noise))
+        if not counts:
+            return False
         self._since = 0 if self.losses[-1] < self.best - self.tol else self._since + 1
         if self.losses[-1] < self.best:
             self.best, self.kept = self.losses[-1], (state, None if noise is None else noise.copy())
@@ -134,7 +136,7 @@ class Training:
                 losses.append(self._epoch(method, alpha, rows, order.split(size), generators[1]))
             except NumericalError as error:
                 raise NumericalError(_advice(epoch, self.recipe, error)) from error
-            stop = patience is not None and patience.exhausted(self.state, self.noise)
+            stop = patience is not None and patience.exhausted(self.state, self.noise, self._noise_is_own)
             if report is not None:
                 held = "" if patience is None else f", validation nll {patience.losses[-1]:.4f}"
                 report(f"epoch {epoch} of {epochs}: nll {losses[-1]:.4f}{held}")
@@ -142,8 +144,7 @@ class Training:
                 break
         if patience is not None and patience.kept is not None:
             self.state, self.noise = patience.kept
-        # A state that was chosen by its loss on held-out rows stays as it was scored.
-        if self._start is not None and patience is None:
+        if self._start is not None:
             betas = (rate_at("precision_lr", beta, step) for step in range(1, self.state.step + 1))
             self.state = without_start(self.state, *self._start, math.prod(1.0 - rate for rate in betas))
         if self.noise is not None:
@@ -166,6 +167,13 @@ class Training:
             if self.noise is not None and self.state.step > self._hold:
                 self.noise.follow(seen, len(batches))
         return total / len(batches)
+
+    @property
+    def _noise_is_own(self) -> bool:
+        """Whether the noise is learnt, or what was given: before that a loss says little of what it will be."""
+        if self.noise is None:
+            return True
+        return self.state.step > (self._hold if self.noise.learnt else self._fall - 1)
 
     def _begin_slowly(self) -> None:
         """At the prior's precision at least, or its pull overshoots until the precision has learnt of it."""

@@ -32,18 +32,18 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         activation: "relu", "tanh", "logistic", "gelu", "silu" or "identity".
         rank: L, columns of the low-rank precision factor.
         prior_precision: λ of weights and biases; a number, or a dict of parameter names or globs of `module_`.
-        learning_rate_init: α at the start. "auto" is 0.1 for `fit`, and 0.02 for `partial_fit`, where rates are
-            constant.
+        learning_rate_init: α at the start. "auto" is 0.1 for `fit`, and 0.02 where training may end at any time: with
+            `early_stopping`, and for `partial_fit`, where rates are constant.
         precision_learning_rate_init: β at the start. "auto" is 0.02 with a warm-up, unless the precision is slow.
-        init_precision: d at the start. "auto" is 10, unless the precision is slow. It is for `fit` where both are
-            "auto": by `slow_precision`, from a quarter of the rows or λ, whichever is more. What is left of that is
-            taken out in the end, unless `early_stopping` chose the state as it was.
+        init_precision: d at the start. "auto" is 10, unless the precision is slow. It is for `fit` without
+            `early_stopping` where both are "auto": by `slow_precision`, from a quarter of the rows or λ, whichever is
+            more. What is left of that is taken out in the end.
         mc_samples: S, draws of the weights per step.
         batch_size: rows per step; "auto" is an eighth of the rows, but at least 8 and at most 32.
         max_iter: epochs. A few dozen rows make few steps an epoch: give them more epochs, or higher rates.
         predict_samples: draws of the weights to predict with.
         early_stopping: hold out rows, stop when their predictive negative log-likelihood (nll) has not improved for a
-            while, and keep the best state.
+            while, and keep the best state. Epochs in which the noise of a regressor is not yet its own do not count.
         validation_fraction: share of the rows held out.
         n_iter_no_change: epochs without improvement before training stops.
         tol: least improvement of the nll that counts.

@@ -36,13 +36,14 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         prior_precision: λ.
         learning_rate_init: α at the start. "auto" is 0.1, and does not fall in `partial_fit`.
         precision_learning_rate_init: β at the start. "auto" is 0.05 with a warm-up, unless the precision is slow.
-        init_precision: d at the start. "auto" is 10, unless the precision is slow: for `fit` where both are "auto",
-            from the number of rows over the variance of the targets, or λ.
+        init_precision: d at the start. "auto" is 10, unless the precision is slow: for `fit` without `early_stopping`
+            where both are "auto", from the number of rows over the variance of the targets, or λ. What is left of that
+            is taken out in the end.
         mc_samples: S.
         batch_size: rows per step; "auto" is 8 to 32.
         max_iter: epochs.
         predict_samples: draws of the weights to predict with.
-        early_stopping: stop by the nll of held-out rows.
+        early_stopping: stop by the nll of held-out rows, once the noise is learnt, or has fallen to what was given.
         validation_fraction: share of the rows held out.
         n_iter_no_change: epochs without improvement before training stops.
         tol: least improvement that counts.

@@ -66,7 +66,7 @@ class LowRank:
             precision_warmup=settings.get("precision_warmup", True),
             prior_precision=task.prior.precision,
             mc_samples=settings["mc_samples"],
-            init_precision=settings["init_precision"],
+            init_precision=task.init_precision,
             constants=task.noise,
             model=task.model,
             compile=task.device.type == "cuda",

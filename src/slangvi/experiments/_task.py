@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi._steps import Cosine, InverseTime, Prior, by_equal_factors
+from slangvi._steps import Cosine, InverseTime, Prior, by_equal_factors, slow_precision
 from slangvi.types import ParamSpec
 
 __all__ = ["BIAS_PRECISION", "FALLS", "Cosine", "LogProb", "Task", "bernoulli", "categorical", "gaussian"]
@@ -123,15 +123,25 @@ class Task:
         return by_equal_factors(first, self.tau, share)
 
     @property
+    def init_precision(self) -> float | list[float]:
+        """The diagonal at the start; "curvature" is Nτ, what all examples say of an output, for each network."""
+        own = self.settings["init_precision"]
+        return (self.num_data * self.tau.cpu()).tolist() if own == "curvature" else float(own)
+
+    @property
     def _share(self) -> float:
         """What α and β are multiplied by, so that α, falling to nothing, adds up to `total` at most."""
         total = self.settings.get("total")
         return 1.0 if total is None else min(1.0, 2.0 * float(total) / (float(self.settings["lr"]) * self.steps))
 
     def rate(self, name: str) -> Cosine | InverseTime | float:
-        """A rate of the method's: constant, falling over all steps, or by the paper's schedule where `decay` is set."""
-        lr, decay = float(self.settings[name]), self.settings.get("decay")
-        if name in ("lr", "precision_lr"):
+        """A rate of the method's: constant, falling over all steps, or by the paper's schedule where `decay` is set.
+
+        "slow" is the β of `slow_precision`.
+        """
+        own, decay = self.settings[name], self.settings.get("decay")
+        lr = float(slow_precision(1, self.steps)["precision_lr"] if own == "slow" else own)
+        if name in ("lr", "precision_lr") and own != "slow":
             lr *= self._share
         if name not in self.settings.get("falls", FALLS):
             return lr
