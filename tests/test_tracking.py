@@ -91,6 +91,18 @@ def test_skipped_steps_send_nothing():
     assert seen == [(1, 0.0), (2, 1.0)]
 
 
+def test_going_back_one_step_sends_the_next_one_again():
+    model, x, y = model_and_data()
+    opt, seen = make(model), []
+    slangvi.track(opt, lambda numbers, step: seen.append(step))
+    train(opt, x, y, steps=1)
+    saved = opt.state_dict()
+    train(opt, x, y, steps=1)
+    opt.load_state_dict(saved)
+    train(opt, x, y, steps=2)
+    assert seen == [1, 2, 2, 3]
+
+
 def test_a_step_the_scaler_skips_sends_nothing():
     model, x, y = model_and_data(dtype=torch.float32)
     opt, seen = make(model), []

@@ -13,7 +13,10 @@ from slangvi import _checks
 from slangvi._steps import Prior, Rate, warmed_up
 from slangvi.types import ParamSpec
 
-__all__ = ["GroupValues", "check_group"]
+__all__ = ["JOINED", "GroupValues", "check_group"]
+
+# Entry of a group: steps that had been taken when it was added.
+JOINED = "joined_at_step"
 
 
 class GroupValues:
@@ -50,6 +53,22 @@ class GroupValues:
         values = [b if b is not None else a for a, b in zip(self._each("lr"), own, strict=True)]
         return self._rate("precision_lr", values, 1.0, step=step)
 
+    def ages(self, step: int, memory: float | Tensor) -> Tensor | None:
+        """Which step of its own every entry is about to take, (P,); None where that makes no difference any more.
+
+        Args:
+            step: of the whole run, counted from 1.
+            memory: γ, or the largest factor by which averages that begin at zero decay.
+        """
+        own = self._own_steps(step)
+        if memory ** min(own) < 0.1 * torch.finfo(self.like.dtype).eps or min(own) == step:
+            return None
+        return self.spec.expand(own, self.like)
+
+    def _own_steps(self, step: int) -> list[int]:
+        """The number of the step, counted from when a group was added, once for every parameter tensor."""
+        return [step - group.get(JOINED, 0) for group in self.groups for _ in group["params"]]
+
     def momentum(self) -> float | Tensor:
         """γ."""
         values = [_checks.number("momentum", value, 0.0, 1.0, closed="low") for value in self._each("momentum")]
@@ -63,15 +82,12 @@ class GroupValues:
         return (first, second), floor
 
     def prior(self) -> Prior:
-        """λ and μ₀, which is 0 where a method has none; made again when a group's entry was replaced."""
+        """λ and μ₀, which is 0 where a method has none; made again when a group's entry was replaced or changed."""
         values = [group.get(key, 0.0) for group in self.groups for key in ("prior_precision", "prior_mean")]
-        known = self._prior_values
-        fresh = len(known) == len(values) and all(
-            a is b or _same_number(a, b) for a, b in zip(known, values, strict=True)
-        )
-        if self._prior is None or not fresh:
+        now = [_contents(value) for value in values]
+        if self._prior is None or not _all_same(self._prior_values, now):
             self._prior = Prior(self.per_parameter("prior_precision"), self.per_parameter("prior_mean", positive=False))
-            self._prior_values = values
+            self._prior_values = now
         return self._prior
 
     def per_parameter(self, key: str, positive: bool = True) -> Tensor:
@@ -97,7 +113,7 @@ class GroupValues:
     def _rate(self, key: str, values: list[Any], high: float, hint: str = "", step: int | None = None) -> Rate:
         numbers = [_checks.number(key, value, 0.0, high, "low high", hint) for value in values]
         if step is not None:
-            numbers = [warmed_up(value, step) for value in numbers]
+            numbers = [warmed_up(value, own) for value, own in zip(numbers, self._own_steps(step), strict=True)]
         return Rate.of(numbers, self.spec, self.like)
 
 
@@ -125,5 +141,18 @@ def _tied(group: Mapping[str, Any]) -> bool:
     return "precision_lr" in group and group["precision_lr"] is None
 
 
-def _same_number(a: Any, b: Any) -> bool:
-    return isinstance(a, float | int) and isinstance(b, float | int) and a == b
+def _contents(value: Any) -> tuple[Any, ...]:
+    """What a prior says, in a form that later changes do not reach: numbers, and which tensors in which version."""
+    if isinstance(value, Mapping):
+        return tuple((name, *_contents(each)) for name, each in value.items())
+    return (value, value._version) if isinstance(value, Tensor) and not value.is_inference() else (value,)
+
+
+def _all_same(then: Sequence[tuple[Any, ...]], now: Sequence[tuple[Any, ...]]) -> bool:
+    return len(then) == len(now) and all(_same(a, b) for a, b in zip(then, now, strict=True))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return _all_same(a, b)
+    return a is b or (isinstance(a, float | int | str) and isinstance(b, float | int | str) and a == b)

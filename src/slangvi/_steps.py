@@ -97,6 +97,17 @@ def mean_gradient(
     return new, torch.addcmul(new / correction, prior.precision, loc - prior.mean)
 
 
+def debiasing(momentum: float | Tensor, step: int, ages: Tensor | None = None) -> float | Tensor:
+    """1 − γᵗ, by which an average that began at zero is divided.
+
+    Args:
+        momentum: γ.
+        step: t.
+        ages: t of each entry where some joined later, (P,).
+    """
+    return 1 - momentum ** (step if ages is None else ages)
+
+
 @dataclass(frozen=True)
 class Rate:
     """A rate that is one number, or one number per parameter tensor when groups differ.

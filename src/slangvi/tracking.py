@@ -85,9 +85,9 @@ def track(
         info = opt.info
         if info is None or info is sent[0] or (info.step - 1) % gap:
             return
-        known = sent[0] is not None and info.step == sent[0].step
-        sent[0] = info
-        if not known:  # a batch that was passed over makes another info of the same step
+        last, sent[0] = sent[0], info
+        # A batch that was passed over makes another info of the same step, and so does going back to a saved state.
+        if last is None or info.step != last.step or info.skipped == last.skipped:
             rates = _rates(opt.param_groups)
             send({prefix + name: value for name, value in (rates | scalars(info)).items()}, info.step)
 

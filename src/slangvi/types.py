@@ -126,7 +126,7 @@ class ParamSpec:
     def expand(self, values: Iterable[float], like: Tensor) -> Tensor:
         """One number per tensor, repeated over its entries: (P,)."""
         per_tensor = torch.tensor(list(values), dtype=like.dtype, device=like.device)
-        repeats = torch.tensor(self.numels, device=like.device)
+        repeats = torch.tensor(self.numels, dtype=torch.long, device=like.device)
         return per_tensor.repeat_interleave(repeats, output_size=self.num_params)
 
 

@@ -9,6 +9,7 @@ import pickle
 import struct
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -310,6 +311,18 @@ def test_a_damaged_file_does_not_push_out_the_good_one_before_it(path):
     slangvi.save(path, at(3))
     assert slangvi.load(path).loc.tolist() == [3, 3, 3]
     assert slangvi.load(slangvi.checkpoint.previous_path(path)).loc.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("content", ["safetensors", "anything"])
+def test_a_file_of_somebody_else_is_kept_beside(path, content):
+    if content == "safetensors":
+        safetensors.torch.save_file({"weight": torch.ones(2)}, path)
+    else:
+        path.write_bytes(b"weights of another program")
+    before = path.read_bytes()
+    slangvi.save(path, at(1))
+    assert slangvi.load(path).loc.tolist() == [1, 1, 1]
+    assert slangvi.checkpoint.previous_path(path).read_bytes() == before
 
 
 def test_another_run_is_no_reason_to_fall_back(path):

@@ -8,7 +8,7 @@ from torch import nn
 
 import slangvi
 from cases import build
-from optimizing import N, assert_identical, assert_same, backward, make, model_and_data, train
+from optimizing import CLASSES, N, assert_identical, assert_same, backward, make, model_and_data, train
 
 
 def test_inverse_time_follows_the_papers_schedule_and_beta_follows_lr():
@@ -142,3 +142,62 @@ def test_unused_parameters_relax_to_the_prior():
     expected = 0.9 * 1.0 + 0.1 * 2.0
     torch.testing.assert_close(opt.posterior.prec_diag[place], torch.full((2,), expected).double())
     torch.testing.assert_close(model.unused.detach(), torch.full((2,), 4.0 * (1 - 0.1 * 2.0 / expected)).double())
+
+
+# ---- groups that join later ----
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_group_that_joins_later_starts_like_a_new_one(name):
+    """Its first step is that of an optimizer that was always on its own."""
+    kind, own = CLASSES[name]
+    slow = {} if name in ("BBB", "MCDropout") else {"precision_lr": 0.01}
+    options = {"num_data": N, "lr": 0.1, **own, **slow}
+    (model, x, y), (twin, _, _) = model_and_data(), model_and_data()
+    last = list(model[2].parameters())
+    early = kind(model, last, generator=torch.Generator().manual_seed(0), **options)
+    train(early, x, y, steps=60)
+    twin.load_state_dict(model.state_dict())
+    size = sum(p.numel() for p in model[0].parameters())
+    early.add_param_group({"params": list(model[0].parameters())})
+    alone = kind(twin, list(twin[0].parameters()), generator=torch.Generator().manual_seed(0), **options)
+    before = alone._state.loc.clone()
+    train(early, x, y, steps=1, draws=50)
+    train(alone, x, y, steps=1, draws=50)
+    late, fresh = early._state.loc[-size:] - before, alone._state.loc - before
+    assert 0.5 < float(late.norm() / fresh.norm()) < 2.0
+    assert early.param_groups[1]["joined_at_step"] == 60
+
+
+def test_a_group_that_joined_later_is_resumed_to_the_last_bit():
+    model, x, y = model_and_data()
+    opt = make(model, params=list(model[2].parameters()), precision_lr=0.02)
+    train(opt, x, y, steps=5)
+    opt.add_param_group({"params": list(model[0].parameters())})
+    train(opt, x, y, steps=2)
+    twin, _, _ = model_and_data()
+    copy = make(twin, params=list(twin[2].parameters()), precision_lr=0.02)
+    copy.add_param_group({"params": list(twin[0].parameters())})
+    copy.load_state_dict(opt.state_dict())
+    assert_identical(train(opt, x, y, steps=3), train(copy, x, y, steps=3))
+
+
+def test_averages_are_corrected_by_the_age_of_each_entry():
+    model, x, y = model_and_data()
+    opt = make(model, params=list(model[2].parameters()))
+    train(opt, x, y, steps=4)
+    opt.add_param_group({"params": list(model[0].parameters())})
+    ages = opt._hyper.ages(5, 0.9)
+    assert ages[:18].unique().tolist() == [5.0]
+    assert ages[18:].unique().tolist() == [1.0]
+    assert opt._hyper.ages(1000, 0.9) is None  # by then all are 1 to the last digit
+    assert make(model)._hyper.ages(1, 0.9) is None
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_group_without_parameters_changes_nothing(name):
+    kind, own = CLASSES[name]
+    model, x, y = model_and_data()
+    groups = [{"params": list(model.parameters())}, {"params": []}]
+    opt = kind(model, groups, num_data=N, prior_precision={"*": 2.0}, **own)
+    assert bool(torch.isfinite(train(opt, x, y)._state.loc).all())

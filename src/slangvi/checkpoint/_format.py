@@ -52,6 +52,10 @@ class DamagedError(CheckpointError):
     """The bytes of the file are not those that were written, or there is no file."""
 
 
+class ForeignError(DamagedError):
+    """The file is whole, but somebody else's."""
+
+
 def write(file: IO[bytes], about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a checkpoint, one tensor at a time.
 
@@ -137,7 +141,7 @@ def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Any], dict[str, Ten
 
 def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if metadata.get("format") != FORMAT:
-        raise DamagedError(f"{path} is a safetensors file, but no checkpoint of slangvi: its metadata does not say so.")
+        raise ForeignError(f"{path} is a safetensors file, but no checkpoint of slangvi: its metadata does not say so.")
     version = metadata.get("version", "")
     if version != str(VERSION):
         told = f"{path} has format version {version!r}, and this slangvi reads version {VERSION}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from slangvi import _checks
 from slangvi._files import put
 from slangvi.checkpoint._beside import check_extras, encode_extras, plain_values, restored
-from slangvi.checkpoint._format import VERSION, DamagedError, read, read_header, write
+from slangvi.checkpoint._format import VERSION, DamagedError, ForeignError, read, read_header, write
 from slangvi.checkpoint._plain import RECORDS, decode, record_of
 from slangvi.checkpoint._things import described, misfit, taken_apart, unlike_model
 from slangvi.errors import CheckpointError
@@ -54,10 +54,8 @@ def save(path: str | os.PathLike[str], thing: Any, /, **extras: Any) -> None:
     tensors: dict[str, Tensor] = {}
     about, run = taken_apart(thing, tensors)
     header = {**about, "run": run, "extras": encode_extras(extras, tensors)}
-    # What cannot be read is not worth keeping, and the good file before it is.
-    previous = previous_path(target) if _is_whole(target) else None
     try:
-        put(target, lambda file: write(file, header, tensors), previous)
+        put(target, lambda file: write(file, header, tensors), _kept_as(target))
     except OSError as error:
         raise CheckpointError(
             f"{target} could not be written: {error.strerror or error}. What was there before is unchanged."
@@ -197,12 +195,17 @@ def _target(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _is_whole(path: Path) -> bool:
+def _kept_as(target: Path) -> Path | None:
+    """Where to keep what is there: a damaged file is not worth the good one before it, but better than none."""
+    previous = previous_path(target)
     try:
-        read_header(path)
+        read_header(target)
+    except DamagedError as error:
+        if os.path.isfile(previous) and not isinstance(error, ForeignError):
+            return None
     except CheckpointError:
-        return False
-    return True
+        pass  # of a newer version, or not ours to read, but perhaps whole
+    return previous
 
 
 def _opened(path: Path, fallback: bool) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:

@@ -160,7 +160,8 @@ class Assembler:
                 "prior_precision), a gradient penalty, a parameter used in the loss only (move it into forward), "
                 "backward(inputs=...), a module whose buffers change in forward, a forward pre-hook that changes the "
                 "input, activation checkpointing in a functional_call, another optimizer's step between backward and "
-                "this one's (call this one's first). "
+                "this one's (call this one's first), blocks of two of slangvi's optimizers around one backward pass "
+                "(give one optimizer several groups instead). "
                 "Remove it, or pass verify=False to go on with what was captured."
             )
         return better

@@ -111,6 +111,7 @@ class Backward:
         inner: for calls with several outputs, the same with what arrived from inside the module included.
         totals: canonical parameter name → gradient of the loss, as autograd added it up.
         accumulated: whether it was a `backward()`, which adds to p.grad, and not a `torch.autograd.grad`.
+        completed: whether it came to its end; one that failed half way has gradients of some layers only.
         replayed: rows of calls that were replayed from a graph, which has recorded them by itself.
     """
 
@@ -118,7 +119,18 @@ class Backward:
     inner: dict[Call, dict[int, Tensor]] = field(default_factory=dict)
     totals: dict[str, Tensor] = field(default_factory=dict)
     accumulated: bool = False
+    completed: bool = False
     replayed: list[Any] = field(default_factory=list)
+
+    @property
+    def is_signal(self) -> bool:
+        """Whether it is to be learnt from."""
+        # torch.autograd.grad passes through the same hooks, but is no training signal: it leaves p.grad alone.
+        return self.completed and bool(self.replayed or (self.accumulated and self.totals))
+
+    def complete(self) -> None:
+        """It came to its end."""
+        self.completed = True
 
     def absorb(self, other: Backward) -> None:
         """Add a second pass through the same graph: the same examples, one more loss term."""

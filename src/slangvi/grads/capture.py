@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
+from slangvi.grads._stance import eager
 from slangvi.grads.assemble import Assembler, Engine
 from slangvi.grads.blocks import Settle, as_it_is
 from slangvi.grads.calls import Backward, Call, Surroundings, called_twice
@@ -30,11 +30,6 @@ __all__ = ["GradientCapture", "foreign_hooks"]
 
 # Enough to tell; a run that never takes a step must not fill the memory.
 _MOST_UNHEARD = 64
-_COMPILED_LOOP = (
-    "a block with gradients began inside code under torch.compile, which would not call the hooks that tell examples "
-    "apart. Compile the model alone, torch.compile(model), and not the loop around it: train(), "
-    "sampled_params(train=True) and step(closure) stay outside."
-)
 
 
 class GradientCapture:
@@ -122,11 +117,10 @@ class GradientCapture:
         self._backwards.clear()
         self._before.clear()
         try:
-            with self.listening(), _eager():
+            with self.listening(), eager():
                 yield
         except BaseException:
-            self._backwards.clear()
-            self.forget_inputs()
+            self.drop()
             raise
 
     @contextmanager
@@ -150,8 +144,7 @@ class GradientCapture:
         self.assembler.recent.clear()
         if totals is not None and passes:
             passes[-1].totals, passes[-1].accumulated = dict(totals), True
-        # torch.autograd.grad passes through the same hooks, but is no training signal: it leaves p.grad alone.
-        reached = _merged([b for b in passes if b.replayed or (b.accumulated and b.totals)])
+        reached = _merged([backward for backward in passes if backward.is_signal])
         if not reached:
             self.forget_inputs()
         for backward in reached:
@@ -165,7 +158,7 @@ class GradientCapture:
                     "backward inside the same block, on this model, without reentrant checkpointing "
                     "(use_reentrant=False works), and call it as model(x), not inside torch.func.vmap or grad."
                 )
-        with _eager():
+        with eager():
             return [b.replayed[0] if b.replayed else self._assembled(b, values, num_examples) for b in reached]
 
     def _heard(self, spec: ParamSpec) -> dict[str, nn.Module]:
@@ -191,6 +184,16 @@ class GradientCapture:
         if self.replayable and (name == "" or find_rule(module) is None):
             device = next(iter(self.model.parameters())).device
             self._before[name] = Surroundings.now(device)
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether passes to learn from were recorded that nobody has collected."""
+        return any(backward.is_signal for backward in self._backwards.values())
+
+    def drop(self) -> None:
+        """Forget the passes recorded so far; those to come are recorded."""
+        self._backwards.clear()
+        self.forget_inputs()
 
     def forget_inputs(self) -> None:
         """Let go of the copies of the data: the step that needed them is done."""
@@ -256,22 +259,8 @@ class GradientCapture:
         found = self._backwards.get(task)  # asked for by every hook, so nothing is built in vain
         if found is None:
             found = self._backwards[task] = Backward()
+            torch.autograd.Variable._execution_engine.queue_callback(found.complete)
         return found
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Compiled models run as they were written inside the block: compiled code calls no hook it did not know of."""
-    # Where the compiler was never imported nothing is compiled; importing it takes seconds.
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    # The compiler lets go of code that raises, which is then run, and comes here again.
-    if torch.compiler.is_compiling():
-        raise RuntimeError(_COMPILED_LOOP)
-    try:
-        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    except RuntimeError as error:
-        raise RuntimeError(_COMPILED_LOOP) from error
-    return stance
 
 
 class _Alias(torch.autograd.Function):

@@ -163,7 +163,7 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
         Args:
             gradients: gradient of the summed negative log-likelihood of every backward pass, (S, P).
             drawn: what its draw was made of, (S, P).
-            options: `num_rows`, `num_data`, `lr`, `betas` and `eps` of `update`.
+            options: `num_rows`, `num_data`, `lr`, `betas`, `eps` and `ages` of `update`.
         """
 
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
@@ -171,6 +171,9 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
         gradients = torch.stack([group.sum(self._spec, like) for group in groups])
         drawn = torch.stack([group.drawn.to(like) for group in groups if group.drawn is not None])
         betas, eps = self._hyper.adam()
+        step = self._state.step + 1
+        longest = max(float(beta.max()) if isinstance(beta, Tensor) else beta for beta in betas)
+        ages = self._hyper.ages(step, longest)
         return self._advance_sums(
             gradients,
             drawn,
@@ -179,6 +182,7 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
             lr=self._hyper.lr(),
             betas=betas,
             eps=eps,
+            ages=ages,
         )
 
     def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> SumCapture:

@@ -25,6 +25,8 @@ from slangvi.types import GradientOperator, ParamSpec, Routes
 
 __all__ = ["LoopRunner", "LoopStep", "ReplayingOptimizer"]
 
+# Values of momentum in a row, all different, after which no graph is waited for.
+_RESTLESS = 8
 # Kinds of batch that are remembered: texts of any length would be new ones for ever.
 _MOST_SEEN = 256
 
@@ -96,6 +98,7 @@ class LoopRunner(Runner[LoopStep]):
         super().__init__()
         self.num_data, self.routes = num_data, routes
         self._seen: Counter[Signature] = Counter()
+        self._momenta: list[float] = []  # of the last steps
 
     def step(
         self,
@@ -109,7 +112,7 @@ class LoopRunner(Runner[LoopStep]):
         check: Callable[..., None],
     ) -> Launched | None:
         """One step, or None when it has to be taken eagerly: the first of its kind, or for good."""
-        if self._given_up or self._declined(state.loc.device):
+        if self._given_up or self._declined(state.loc.device) or self._restless(momentum):
             return None
         if len({isinstance(group.blocks, ReplayedBlocks) for group in rows}) > 1:
             return None  # some passes were due to be checked; such steps become ever more rare
@@ -119,6 +122,15 @@ class LoopRunner(Runner[LoopStep]):
             return None
         given = list(leaves.values())
         return self._advanced(graph, state, lambda: graph.feed(given), generator, numbers, check)
+
+    def _restless(self, momentum: float) -> bool:
+        """Whether γ is another one at every step, as with OneCycleLR, which is said once: graphs hold it as it was."""
+        if self.graphs:
+            return False
+        self._momenta = [*self._momenta, momentum][-_RESTLESS:]
+        if len(set(self._momenta)) < _RESTLESS:
+            return False
+        return self._give_up("momentum changes at every step; give the scheduler cycle_momentum=False")
 
     def write_draw(self, state: Any, params: Sequence[Tensor], generator: torch.Generator | None) -> bool:
         """Put a draw into the parameters, if a graph holds this state."""
@@ -195,7 +207,10 @@ class ReplayingOptimizer(GaussianOptimizer[StateT, InfoT]):
         alpha, momentum, prior = hyper.lr().value, hyper.momentum(), hyper.prior()
         tied = hyper.precision_lr(self._warming_step)
         beta = alpha if tied is None else tied.value
+        if self._ages(momentum) is not None:  # for some steps after a group was added
+            return None
         if isinstance(alpha, Tensor) or isinstance(beta, Tensor) or isinstance(momentum, Tensor):
+            self._warnings.of_different_groups()
             return None
         numbers, check = Numbers(alpha, beta, 1 - momentum**step), self._finite_check(step)
         params = self._mirror.params

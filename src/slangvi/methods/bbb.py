@@ -175,6 +175,7 @@ def update(
     lr: Rate | Number,
     betas: Betas = BETAS,
     eps: Number = EPS,
+    ages: Tensor | None = None,
 ) -> tuple[State, Info]:
     """One step from the gradients at S draws; leading dimensions of the state are a batch of runs.
 
@@ -188,6 +189,7 @@ def update(
         lr: α; a number, a tensor (..., 1) with a rate for every run, or a `Rate`.
         betas: β₁ and β₂ of Adam.
         eps: ε of Adam.
+        ages: t of each entry where some joined later, (P,); None for the state's own.
 
     Returns:
         The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
@@ -201,7 +203,7 @@ def update(
         weight=num_data / num_rows,
         prior=prior,
         lr=lr,
-        step=step,
+        step=step if ages is None else ages,
         betas=betas,
         eps=eps,
         scale=state.scale,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi._groups import GroupValues
-from slangvi._steps import Prior, Rate, Schedule, mean_gradient, require_finite
+from slangvi._steps import Prior, Rate, Schedule, debiasing, mean_gradient, require_finite
 from slangvi.distributions import DensePrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
@@ -77,6 +77,7 @@ def update(
     precision_lr: Rate | None = None,
     momentum: float | Tensor = 0.0,
     curvature: Tensor | None = None,
+    ages: Tensor | None = None,
 ) -> tuple[State, Info]:
     r"""One step from per-example gradients G (R rows); leading dimensions of the state are a batch of runs.
 
@@ -97,6 +98,7 @@ def update(
         momentum: γ, on the likelihood gradient only.
         curvature: the R Hessians of the negative log-likelihood, summed, (..., P, P); None takes the empirical Fisher
             from the gradients.
+        ages: t of each entry where some joined later, (P,); None for the state's own.
 
     Returns:
         The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
@@ -110,7 +112,8 @@ def update(
     if bool(precision.failed.any()):
         _require_finite(step, state.spec, total, matrix)
         _require_positive(precision, step, state.spec, "the new precision")
-    average, gradient = mean_gradient(state.loc, state.momentum, total, weight, prior, momentum, 1 - momentum**step)
+    correction = debiasing(momentum, step, ages)
+    average, gradient = mean_gradient(state.loc, state.momentum, total, weight, prior, momentum, correction)
     loc = state.loc - lr.value * precision.solve(gradient)
     # NaN and Inf survive the sums. What of them is in the matrix reaches the diagonal of its factor.
     if not math.isfinite(float(loc.sum() + precision.cholesky.diagonal(dim1=-2, dim2=-1).sum())):

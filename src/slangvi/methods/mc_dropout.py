@@ -227,6 +227,7 @@ def update(
     betas: Betas = BETAS,
     eps: Number = EPS,
     decay: str = "gal",
+    ages: Tensor | None = None,
 ) -> tuple[State, Info]:
     """One step from a gradient by M; leading dimensions of the state are a batch of runs.
 
@@ -240,13 +241,14 @@ def update(
         betas: β₁ and β₂ of Adam.
         eps: ε of Adam.
         decay: "gal" or "kl", see above.
+        ages: t of each entry where some joined later, (P,); None for the state's own.
 
     Returns:
         The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
         that is not finite, which is the one look at the numbers.
     """
     step, strength = state.step + 1, decays(state, prior_precision, decay)
-    options: dict[str, Any] = {"lr": lr, "step": step, "betas": betas, "eps": eps}
+    options: dict[str, Any] = {"lr": lr, "step": step if ages is None else ages, "betas": betas, "eps": eps}
     new = advanced(state.moving, gradient, weight=num_data / num_rows, decay=strength, **options)
     require_moved(step, state.spec, lambda: (gradient,), {"mean": new})
     after = State(*new, state.rates, step, state.spec)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi._groups import GroupValues
-from slangvi._steps import Prior, Rate, Schedule, lerp, mean_gradient, require_finite
+from slangvi._steps import Prior, Rate, Schedule, debiasing, lerp, mean_gradient, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
@@ -75,6 +75,7 @@ def update(
     precision_lr: Rate | None = None,
     momentum: float | Tensor = 0.0,
     curvature: Tensor | None = None,
+    ages: Tensor | None = None,
 ) -> tuple[State, Info]:
     r"""One step from per-example gradients (R rows); leading dimensions of the state are a batch of runs.
 
@@ -93,6 +94,7 @@ def update(
         momentum: γ, on the likelihood gradient only.
         curvature: diagonals of the R Hessians of the negative log-likelihood, summed, (..., P); None takes the
             empirical Fisher from the gradients.
+        ages: t of each entry where some joined later, (P,); None for the state's own.
 
     Returns:
         The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
@@ -101,7 +103,7 @@ def update(
     weight, beta = num_data / gradients.num_rows, (precision_lr or lr).value
     total, squares = gradients.sum(), gradients.square_sum() if curvature is None else curvature
     diag = lerp(state.prec_diag, prior.precision, beta).add_((beta * weight) * squares)
-    correction = 1 - momentum ** (state.step + 1)
+    correction = debiasing(momentum, state.step + 1, ages)
     average, gradient = mean_gradient(state.loc, state.momentum, total, weight, prior, momentum, correction)
     after = State(state.loc - lr.value * (gradient / diag), diag, average, state.step + 1, state.spec)
     # NaN and Inf survive the sums.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slangvi import _checks
 from slangvi._groups import GroupValues
-from slangvi._steps import Prior, Rate, Schedule, lerp, require_finite
+from slangvi._steps import Prior, Rate, Schedule, debiasing, lerp, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
@@ -56,6 +56,7 @@ def update(
     lr: Rate,
     precision_lr: Rate | None = None,
     momentum: float | Tensor = 0.9,
+    ages: Tensor | None = None,
 ) -> tuple[State, Info]:
     r"""One step from per-example gradients G (R rows); leading dimensions of the state are a batch of runs.
 
@@ -74,6 +75,7 @@ def update(
         lr: α.
         precision_lr: β; None means α.
         momentum: γ, on the likelihood gradient only.
+        ages: t of each entry where some joined later, (P,); None for the state's own.
 
     Returns:
         The state after the step, and what can be told about it: spectrum and trace are those of Ĝ here. Raises
@@ -81,7 +83,7 @@ def update(
     """
     step, weight = state.step + 1, num_data / gradients.num_rows
     beta = precision_lr or lr
-    rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, 1 - momentum**step)
+    rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, debiasing(momentum, step, ages))
     total, squares = gradients.sum(), gradients.square_sum()
     require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, squares)
     try:

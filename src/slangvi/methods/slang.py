@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slangvi import _checks
 from slangvi._groups import GroupValues
-from slangvi._steps import Prior, Rate, Schedule, require_finite
+from slangvi._steps import Prior, Rate, Schedule, debiasing, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
@@ -53,6 +53,7 @@ def update(
     lr: Rate,
     precision_lr: Rate | None = None,
     momentum: float | Tensor = 0.9,
+    ages: Tensor | None = None,
 ) -> tuple[State, Info]:
     r"""One step of SLANG from per-example gradients G (R rows); leading dimensions of the state are runs in lockstep.
 
@@ -73,6 +74,7 @@ def update(
         lr: α.
         precision_lr: β; None means α.
         momentum: γ, on the likelihood gradient only.
+        ages: t of each entry where some joined later, (P,); None for the state's own.
 
     Returns:
         The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
@@ -80,7 +82,7 @@ def update(
     """
     step, weight = state.step + 1, num_data / gradients.num_rows
     beta = precision_lr or lr
-    rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, 1 - momentum**step)
+    rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, debiasing(momentum, step, ages))
     problem, total = eigenproblem(state.prec_factor, gradients, weight, rates), gradients.sum()
     whole_diag = problem.diagonal()
     if not math.isfinite(total.sum() + whole_diag.sum()):

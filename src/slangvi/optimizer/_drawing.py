@@ -85,14 +85,18 @@ class Drawing(Inferred[StateT]):
     @property
     def has_gradients(self) -> bool:
         """Whether gradients were collected since the last step; a `state_dict` does not hold them."""
-        return bool(self._rows)
+        own = self._own()
+        return bool(own._rows) or own._capture.has_passes
 
     def discard_gradients(self) -> None:
-        """Forget gradients collected since the last step, e.g. after skipping a batch half way."""
+        """Forget gradients collected since the last step, e.g. after skipping a batch half way.
+
+        A block that `train()` began is over; one of `sampled_params(train=True)` goes on without what it had.
+        """
         own = self._own()
+        own._capture.drop()
         own.eval()
         own._rows = []
-        own._capture.forget_inputs()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `Inferred`; refused while gradients are kept, which know nothing of the new parameters."""

@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 from torch.optim import Optimizer
 
 from slangvi._flat import FlatState, Mirror, state_dtype, tensors_of
-from slangvi._groups import GroupValues, check_group
+from slangvi._groups import JOINED, GroupValues, check_group
 from slangvi._settings import Settings
 from slangvi._steps import Prior
 from slangvi.errors import UnsupportedModuleError
@@ -89,10 +89,14 @@ class Inferred(Optimizer, ABC, Generic[StateT]):
             return own._kl(own._state, own._hyper.prior())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model; their posterior starts at their values with `init_precision`."""
+        """Add parameters of the model; their posterior starts at their values with `init_precision`.
+
+        Warm-up and corrections of averages count the steps of a group from when it was added.
+        """
         if self._ready:
             self._sync()
         super().add_param_group(param_group)
+        self.param_groups[-1].setdefault(JOINED, self._state.step if self._ready else 0)
         try:
             check_group(self.param_groups[-1])
             if self._ready:

@@ -40,6 +40,8 @@ class Saving(Drawing[StateT]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict`; the model's parameters become its mean."""
         own = self._own()
+        if own._sampling and own._begun is None:
+            raise RuntimeError("load_state_dict() was called inside sampled_params. Leave the block first.")
         kinds = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
         with held(own, kinds[0]) as before, held(own, kinds[1]) as after:
             own._take_over(called(before, own, state_dict.copy()))

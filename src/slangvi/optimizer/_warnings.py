@@ -19,10 +19,23 @@ class Warnings:
     Args:
         told_small_data: whether that of a batch larger than the data was given.
         told_lost_gradients: whether that of gradients outside blocks was given.
+        told_different_groups: whether that of rates for which there are no graphs was given.
     """
 
     told_small_data: bool = False
     told_lost_gradients: bool = False
+    told_different_groups: bool = False
+
+    def of_different_groups(self) -> None:
+        """Warn that steps are not replayed."""
+        if not self.told_different_groups:
+            self.told_different_groups = True
+            warnings.warn(
+                "compile=True has no effect while parameter groups differ in lr, precision_lr or momentum. Steps run "
+                "eagerly.",
+                UserWarning,
+                stacklevel=outside_frames(),
+            )
 
     def of_small_data(self, rows: Sequence[RowGroup], num_data: int) -> None:
         """Warn if a batch is larger than the training set is said to be."""

@@ -56,10 +56,10 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
             The mean of the closure's losses, or None. A step that fails leaves state and weights as they were. With
             `max_bad_batches` a batch with NaN or Inf is passed over, and the loss of its closure is NaN.
         """
-        self.eval()
-        if self._sampling:
-            raise RuntimeError("step() was called inside sampled_params. Leave the block first.")
         try:
+            self.eval()
+            if self._sampling:
+                raise RuntimeError("step() was called inside sampled_params. Leave the block first.")
             earlier = len(self._rows)
             losses = self._run(closure) if closure is not None else []
             rows, self._rows = self._rows, []
@@ -70,12 +70,15 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
             if not skip:
                 self._take([row.scaled(1.0 / scale) for row in rows], losses, earlier)
         except BaseException as error:
-            # GradScaler takes these away only after a step that went well.
-            self.__dict__.pop("grad_scale", None)
-            self.__dict__.pop("found_inf", None)
-            if not isinstance(error, NumericalError) or isinstance(error, DivergenceError):
+            try:
+                if not isinstance(error, NumericalError) or isinstance(error, DivergenceError):
+                    raise
+                self._pass_over(error)
+            except BaseException:
+                # GradScaler takes these away itself after a step, but not after an error.
+                self.__dict__.pop("grad_scale", None)
+                self.__dict__.pop("found_inf", None)
                 raise
-            self._pass_over(error)
             return None if closure is None else math.nan
         return mean_loss(losses)
 
@@ -142,6 +145,10 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
             info = replace(info, skipped=self.num_skipped)  # type: ignore[type-var]
         self._state, self.info = state, info
         self._write_mean()
+
+    def _take_over(self, state_dict: dict[str, Any]) -> None:
+        super()._take_over(state_dict)
+        self.info = None  # what is known is of another run
 
     def _examine(self, after: StateT) -> None:
         """Look at a state that is about to be taken over; raises to refuse it."""
