@@ -475,3 +475,16 @@ def test_long_rows_that_are_nearly_parallel_are_factorised():
     exact = factorize(factor.double(), torch.ones(1 << 16, dtype=torch.float64)).solve(x.double())
     # The condition number is 2e8, beyond float32: the factorisation must live, and lose no more than some digits.
     assert float((found - exact).norm() / exact.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("size", [100, 5000, 70_000])
+@pytest.mark.parametrize("dominance", [1e2, 1e5, 1e8])
+def test_solutions_in_float32_are_right_along_a_factor_that_dominates(size, dominance):
+    """Uᵀ P⁻¹ U 1 = S (I + S)⁻¹ 1 with S = VᵀV, which is nearly 1."""
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.randn(4, size, generator=generator) * (dominance / size) ** 0.5
+    rhs = factor.sum(0)
+    found = factor.double() @ factorize(factor, torch.ones(size)).solve(rhs).double()
+    gram = factor.double() @ factor.double().T
+    expected = torch.linalg.solve(torch.eye(4).double() + gram, gram.sum(1))
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=0.0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import slangvi
 from optimizing import CLASSES, N, assert_identical, assert_same, flat, make, model_and_data, train
 
 
@@ -136,3 +137,21 @@ def test_a_model_made_float64_later_is_checked_as_closely_as_its_float32_state_a
         train(opt, x.double(), y)
         assert opt.posterior.loc.dtype is torch.float32
         assert not any(opt._capture.assembler._plans.values())  # nothing was taken for wrong
+
+
+def test_a_mean_does_not_run_away_where_a_few_rows_are_all_there_is():
+    """Four examples at rank 4: what U does not hold of the curvature is the prior alone."""
+    losses = {}
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(4, 5000, generator=generator).to(dtype)
+        y = torch.randn(4, generator=generator).to(dtype)
+        model = torch.nn.Linear(5000, 1, bias=False, dtype=dtype)
+        torch.nn.init.zeros_(model.weight)
+        opt = slangvi.SLANG(model, num_data=10_000, rank=4, lr=0.1, generator=torch.Generator().manual_seed(1))
+        for _ in range(5):
+            with opt.sampled_params(train=True):
+                (0.5 * (model(x)[:, 0] - y).square()).mean().backward()
+            opt.step()
+        losses[dtype] = float((0.5 * (model(x)[:, 0] - y).square()).mean().detach())
+    assert losses[torch.float32] < 2 * losses[torch.float64] + 0.5

@@ -13,7 +13,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from slangvi.errors import UnsupportedModuleError
 
-__all__ = ["Backward", "Call", "Signature", "Surroundings", "called_twice", "count_examples", "signature_of"]
+__all__ = [
+    "Backward",
+    "Call",
+    "Signature",
+    "Surroundings",
+    "called_twice",
+    "count_examples",
+    "modified",
+    "signature_of",
+]
 
 Signature = tuple[object, ...]
 
@@ -96,6 +105,12 @@ class Call:
         """The first tensor among the arguments that has a batch dimension."""
         return next((x for x in self.leaves if isinstance(x, Tensor) and x.ndim), None)
 
+    def require_untouched(self, value: Tensor) -> None:
+        """Refuse an input that was modified in place since the call: the gradient was that of what it had been."""
+        versions = zip((x for x in self.leaves if isinstance(x, Tensor)), self.versions, strict=True)
+        if any(x is value and x._version != version for x, version in versions):
+            raise modified(self)
+
     @property
     def untouched(self) -> bool:
         """Whether no input was modified in place since the call."""
@@ -131,6 +146,12 @@ class Backward:
     def complete(self) -> None:
         """It came to its end."""
         self.completed = True
+
+    def note(self, call: Call, leaf: int, grad: Tensor, inner: bool = False) -> None:
+        """What reached an output of a call."""
+        # One that was written to in place may be a buffer of the caller's, who will write to it again.
+        kept = grad.clone() if grad._version else grad
+        (self.inner if inner else self.cotangents).setdefault(call, {})[leaf] = kept
 
     def absorb(self, other: Backward) -> None:
         """Add a second pass through the same graph: the same examples, one more loss term."""
@@ -168,6 +189,14 @@ def called_twice(count: int) -> UnsupportedModuleError:
         f"the model was called {count} times for one backward pass, and it cannot be told whether these are new "
         "examples or the same ones. New examples: call backward once per batch. The same ones (pairs, views): make the "
         "calls inside a module of your own and give that one to the optimizer."
+    )
+
+
+def modified(call: Call) -> UnsupportedModuleError:
+    """What is said when an input is no longer what it was in the call."""
+    return UnsupportedModuleError(
+        f"an input of module {call.name!r} ({type(call.module).__name__}) was modified in place after the call, so its "
+        "per-example gradients cannot be computed. Use the out-of-place operation, or modify a copy."
     )
 
 

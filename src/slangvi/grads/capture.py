@@ -202,9 +202,15 @@ class GradientCapture:
     def snapshot(self, value: Any) -> Any:
         """A copy of a tensor that is data, since loops may refill its memory before the step; one for equal contents.
 
-        Activations inside the graph need none: autograd itself watches over them.
+        Activations inside the graph need none: autograd itself watches over them. Views of parameters do, which are the
+        parameters' own memory: the mean, or the next draw, will be there before the step.
         """
-        if not isinstance(value, Tensor) or not value.is_leaf or not self.replayable:
+        if not isinstance(value, Tensor):
+            return value
+        if not value.is_leaf:
+            base = value._base if value._is_view() else None
+            return value.detach().clone() if base is not None and base.is_leaf else value
+        if not self.replayable:
             return value
         if value.layout is not torch.strided or value.is_nested:
             return value.detach().clone()
@@ -329,8 +335,7 @@ def _store_cotangent(
     capture = owner()
     # Fused kernels with several outputs hand None to those the loss did not use.
     if capture is not None and capture.active and grad is not None:
-        backward = capture.current_backward()
-        (backward.inner if inner else backward.cotangents).setdefault(call, {})[leaf] = grad.detach()
+        capture.current_backward().note(call, leaf, grad.detach(), inner)
 
 
 def _store_total(owner: weakref.ref[GradientCapture], name: str, grad: Tensor) -> None:

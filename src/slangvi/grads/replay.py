@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from slangvi.errors import UnsupportedModuleError
-from slangvi.grads.calls import Call, Surroundings
+from slangvi.grads.calls import Call, Surroundings, modified
 from slangvi.grads.dense import rows_within
 
 __all__ = ["Replay", "call_tolerance"]
@@ -45,10 +44,7 @@ class Replay:
         memory_limit: int | None = None,
     ) -> None:
         if not call.untouched:
-            raise UnsupportedModuleError(
-                f"an input of module {call.name!r} ({type(call.module).__name__}) was modified in place after the "
-                "call, so its per-example gradients cannot be computed. Use the out-of-place operation."
-            )
+            raise modified(call)
         self.call = call
         self.params = {name: value.detach() for name, value in params.items()}
         self.num_examples = num_examples
@@ -75,8 +71,9 @@ class Replay:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # vmap speaks of slow batching rules; the result is the same
                 return self.rows_by_vmap(names)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
-            # Data-dependent control flow, in-place updates, random draws, missing batching rules (GRU).
+        except Exception:
+            # Data-dependent control flow, in-place updates, random draws, missing batching rules (GRU), indices into
+            # the batch. What is really wrong is wrong below as well.
             return self.rows_by_masking(names, range(self.num_examples))
 
     def rows_by_vmap(self, names: Sequence[str]) -> dict[str, Tensor]:

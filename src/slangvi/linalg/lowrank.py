@@ -71,11 +71,19 @@ class LowRankPrecision:
         return matmul(self.factor, self.diag, rhs)
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """(UUᵀ + diag d)⁻¹ x = D⁻¹(x − U (I + VᵀV)⁻¹ Uᵀ D⁻¹x), D = diag d, for x of shape (..., P)."""
+        """(UUᵀ + diag d)⁻¹ x = D⁻¹(x − U (I + VᵀV)⁻¹ Uᵀ D⁻¹x), D = diag d, for x of shape (..., P).
+
+        The subtraction loses as many digits along U as U dominates D by, and a mean that moves by what is left there
+        would run away. In float32 it is mended: Uᵀy of the result y is known beforehand, as (I + VᵀV)⁻¹ Uᵀ D⁻¹x.
+        """
         if self._is_narrow:
             return self.double.solve(rhs.to(torch.float64)).to(rhs.dtype)
         inner = self._capacitance_solve(_contract(self.factor, rhs / self.diag))
-        return (rhs - _lift(self.factor, inner)) / self.diag
+        solved = (rhs - _lift(self.factor, inner)) / self.diag
+        if rhs.dtype == torch.float64:
+            return solved
+        missing = self._capacitance_solve(inner - _contract(self.factor, solved))
+        return torch.addcdiv(solved, _lift(self.factor, missing), self.diag)
 
     def transform_noise(self, noise: Tensor) -> Tensor:
         r"""Turn standard normal noise into a zero-mean draw with covariance (UUᵀ + diag d)⁻¹.
