@@ -78,6 +78,7 @@ class Call:
         structure: how to put the leaves back together.
         surroundings: autocast and random state before the call; None for modules that have a rule.
         recomputed: whether the call was made inside a backward pass, by activation checkpointing.
+        watched: whether its inputs are to stay as they are; those of a captured graph are filled again and again.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Call:
     structure: TreeSpec
     surroundings: Surroundings | None
     recomputed: bool = False
+    watched: bool = True
     versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,11 +107,14 @@ class Call:
         """The first tensor among the arguments that has a batch dimension."""
         return next((x for x in self.leaves if isinstance(x, Tensor) and x.ndim), None)
 
-    def require_untouched(self, value: Tensor) -> None:
-        """Refuse an input that was modified in place since the call: the gradient was that of what it had been."""
-        versions = zip((x for x in self.leaves if isinstance(x, Tensor)), self.versions, strict=True)
-        if any(x is value and x._version != version for x, version in versions):
-            raise modified(self)
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether the input that rules read was modified in place: the gradient was that of what it had been."""
+        first, versions = self.first_tensor, iter(self.versions)
+        for x in self.leaves:
+            if isinstance(x, Tensor) and x._version != next(versions) and x is first:
+                return self.watched
+        return False
 
     @property
     def untouched(self) -> bool:

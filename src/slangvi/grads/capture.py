@@ -19,7 +19,7 @@ from slangvi.errors import UnsupportedModuleError
 from slangvi.grads._stance import eager
 from slangvi.grads.assemble import Assembler, Engine
 from slangvi.grads.blocks import Settle, as_it_is
-from slangvi.grads.calls import Backward, Call, Surroundings, called_twice
+from slangvi.grads.calls import Backward, Call, Surroundings, called_twice, modified
 from slangvi.grads.factored import RowGroup
 from slangvi.grads.rules import find_rule
 from slangvi.grads.rules.embedding import check_embedding
@@ -158,6 +158,10 @@ class GradientCapture:
                     "backward inside the same block, on this model, without reentrant checkpointing "
                     "(use_reentrant=False works), and call it as model(x), not inside torch.func.vmap or grad."
                 )
+            # Now: calling the model again, to check, may change what it is given.
+            for call in backward.cotangents:
+                if find_rule(call.module) is not None and call.is_spoilt:
+                    raise modified(call)
         with eager():
             return [b.replayed[0] if b.replayed else self._assembled(b, values, num_examples) for b in reached]
 
@@ -245,6 +249,7 @@ class GradientCapture:
             args, kwargs = tree_map(self.snapshot, (args, kwargs))
         call = Call.of(name, self.modules[name], args, kwargs, self._before.get(name))
         call.recomputed = torch._C._current_graph_task_id() != -1
+        call.watched = self.replayable
         if isinstance(output, Tensor):
             if output.requires_grad:
                 output.register_hook(partial(_store_cotangent, weakref.ref(self), call, 0, False))
