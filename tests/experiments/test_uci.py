@@ -327,11 +327,12 @@ def test_a_recipe_is_what_the_learner_is_given(name, monkeypatch):
     job, _ = task(**uci_stability._plain(recipe))
     LEARNERS["slang_1"](job)
     assert seen["precision_warmup"] is recipe.precision_warmup
-    assert seen["init_precision"] == recipe.init_precision
+    starts = [30.0 * float(n) for n in job.num_data]  # Nτ
+    assert seen["init_precision"] == (starts if recipe.init_precision == "curvature" else recipe.init_precision)
     for rate in ("lr", "precision_lr"):
-        falls = isinstance(seen[rate], Cosine)
+        falls, expected = isinstance(seen[rate], Cosine), getattr(recipe, rate)
         assert falls == (rate in recipe.falls)
-        assert (seen[rate].lr if falls else seen[rate]) == getattr(recipe, rate)
+        assert (seen[rate].lr if falls else seen[rate]) == (10 / 200 if expected == "slow" else expected)
 
 
 def test_ours_is_what_the_table_uses():
