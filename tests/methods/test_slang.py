@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import slangvi
 from reference import DenseState, dense_step
-from slangvi import slang
+from slangvi import replicas, slang
 from slangvi._steps import Prior, Rate
 from slangvi.grads import DenseGradients
 
@@ -357,3 +357,29 @@ def test_half_precision_models_keep_float32_state_in_the_functional_api():
         state, _ = vi.update(state, batch, generator=torch.Generator().manual_seed(0))
     assert state.loc.dtype is torch.float32
     assert bool(torch.isfinite(state.loc).all())
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_rounding_does_not_add_up_in_the_diagonal_of_float32(alone):
+    """Rank 6 holds all of a curvature of rank 4: d stays at the prior, up to one rounding of the whole diagonal."""
+    settings = {"num_data": 1000, "rank": 6, "lr": 1e-3, "precision_lr": 1e-3, "prior_precision": 0.01}
+    settings |= {"init_precision": 0.01, "precision_warmup": False}
+
+    def log_likelihood(params, batch):
+        return -0.5 * (batch["y"] - batch["x"] @ params["w"]).square()
+
+    source = torch.Generator().manual_seed(0)
+    span, start = torch.randn(4, 24, generator=source), {"w": torch.zeros(24)}
+    runs = (
+        slang.build(log_likelihood, **settings) if alone else replicas.build(log_likelihood, num_replicas=2, **settings)
+    )
+    state = runs.init(start)
+    streams = torch.Generator().manual_seed(1) if alone else replicas.streams([1, 2])
+    for _ in range(300):
+        batch = {"x": torch.randn(8, 4, generator=source) @ span, "y": 10 * torch.randn(8, generator=source)}
+        batch = batch if alone else {name: torch.stack([value, value]) for name, value in batch.items()}
+        state, _ = runs.update(state, batch, streams)
+    whole = state.prec_factor.square().sum(-2)
+    excess = (state.prec_diag - 0.01) / (torch.finfo(torch.float32).eps * whole.amax(-1, keepdim=True))
+    assert float(excess.abs().mean()) < 5.0  # 20 if rounding that is positive is kept, and negative is not
+    assert float(state.prec_diag.min()) >= 0.0099

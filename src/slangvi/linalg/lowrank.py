@@ -464,8 +464,9 @@ def _contract(rows: Tensor, vector: Tensor) -> Tensor:
 
 
 def sums(*vectors: Tensor) -> Tensor:
-    """The sum of each vector (..., P), (..., K); short ones are added in one go, and so does a GPU."""
-    if vectors[0].device.type == "cuda" or vectors[0].numel() < _LONG:
+    """The sum of each vector (..., P), (..., K); short ones of one dtype are added in one go, and so does a GPU."""
+    alike = all(vector.dtype == vectors[0].dtype for vector in vectors)
+    if alike and (vectors[0].device.type == "cuda" or vectors[0].numel() < _LONG):
         return torch.stack(vectors, -2).sum(-1)
     return torch.stack([vector.sum(-1) for vector in vectors], -1)
 

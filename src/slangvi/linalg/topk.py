@@ -33,7 +33,7 @@ from slangvi.linalg.subspace import OVERSAMPLING, projected, ritz, sharpened, st
 from slangvi.linalg.tracking import first_rounds, tracked, tracking_pays
 from slangvi.types import GradientOperator
 
-__all__ = ["Problem", "Route", "Solved", "TopFactor", "choose_route", "pairs_of", "top_factor"]
+__all__ = ["Problem", "Route", "Solved", "TopFactor", "averaged_diagonal", "choose_route", "pairs_of", "top_factor"]
 
 Route = Literal["gram", "randomized", "parameters"]
 
@@ -170,13 +170,10 @@ class Problem:
         return F.pad(new, (0, 0, 0, missing)) if missing else new
 
     def diagonal(self) -> Tensor:
-        """The diagonal of A, (..., P)."""
-        if self.route == "parameters" and self.factor.shape[-2]:  # without a factor the matrix is not needed
-            return self.matrix.diagonal(dim1=-2, dim2=-1).to(self.factor.dtype)
-        old, keep = column_squares(self.factor), self.keep
-        # Not a·old: 1−β in float32 is off by the same amount at every step, which adds up where β is small.
-        kept = keep * old if isinstance(keep, Tensor) else old.sub(old, alpha=1.0 - keep)
-        return kept + self.gain * self.gradients.square_sum()
+        """The diagonal of A, float64, (..., P)."""
+        if self.route == "parameters" and self.factor.shape[-2] and self.factor.dtype == torch.float64:
+            return self.matrix.diagonal(dim1=-2, dim2=-1)  # without a factor the matrix is not needed
+        return averaged_diagonal(column_squares(self.factor), self.gradients.square_sum(), self.keep, self.gain)
 
     def solve(self) -> Solved:
         """U⁺ with U⁺U⁺ᵀ the best approximation; its rows need not be single eigenvectors."""
@@ -290,6 +287,21 @@ def choose_route(factor: Tensor, gradients: GradientOperator) -> Route:
     # In float64 the tolerance is so small that the Gram would be formed in the end anyway.
     pays = applied < gram and factor.dtype == torch.float32
     return "randomized" if pays or wish == "randomized" else "gram"
+
+
+def averaged_diagonal(old: Tensor, fresh: Tensor, keep: float | Tensor, gain: float | Tensor) -> Tensor:
+    """a·diag UUᵀ + b·diag GᵀG in float64, (..., P).
+
+    What is left of it beside U⁺ may be far smaller, and a rounding that is alike at every step would add up.
+
+    Args:
+        old: diagonal of UUᵀ, (..., P).
+        fresh: diagonal of GᵀG, (..., P).
+        keep: a.
+        gain: b.
+    """
+    a, b = (x.to(torch.float64) if isinstance(x, Tensor) else x for x in (keep, gain))
+    return a * old.to(torch.float64) + b * fresh.to(torch.float64)
 
 
 def _height(gradients: GradientOperator) -> int:

@@ -40,7 +40,7 @@ class Outcome:
         ritz: leading eigenvalues (L,), or a matrix that has them (L, L).
         residual: of their pairs, relative to the largest.
         total: trace of (1−β)UUᵀ + βĜ.
-        clipped: Σ of negative diagonal corrections set to zero.
+        clipped: Σ of what rounding would have taken from d⁺ below its bound.
         mean_log_likelihood: over all rows.
         num_rows: R.
         graph: what made it.

@@ -65,7 +65,7 @@ class Info(Told, Awaited):
             (..., L, L).
         total: sum of all its eigenvalues; `captured` is the share that U⁺ holds, (...).
         residual: bound on the relative error of U⁺U⁺ᵀ or of those eigenpairs; 0 when they were computed in full, (...).
-        clipped: Σ of negative diagonal corrections set to zero; rounding only, (...).
+        clipped: Σ of what rounding would have taken from d⁺ below its bound; rounding only, (...).
         expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
         skipped: bad batches an optimizer has passed over so far.
     """

@@ -16,6 +16,7 @@ from slangvi._steps import Prior, lerp, mean_gradient
 from slangvi.linalg import Problem, Route, choose_route
 from slangvi.linalg.lowrank import column_squares, sums
 from slangvi.linalg.small import factorize_batch
+from slangvi.linalg.topk import averaged_diagonal
 from slangvi.types import GradientOperator
 
 __all__ = [
@@ -74,8 +75,8 @@ class Proposed(NamedTuple):
         prec_diag: d⁺, (P,).
         momentum: m⁺, (P,).
         precision: U⁺U⁺ᵀ + diag d⁺, factorised: a `LowRankPrecision`, or what `factorize_batch` makes of a batch.
-        told: trace of (1−β)UUᵀ + βĜ, Σ of negative diagonal corrections set to zero, and the sums of μ⁺ and d⁺, finite
-            only if these are, (4,).
+        told: trace of (1−β)UUᵀ + βĜ, Σ of what rounding would have taken from d⁺ below its bound, and the sums of μ⁺
+            and d⁺, finite only if these are, (4,).
     """
 
     loc: Tensor
@@ -144,7 +145,7 @@ class Widened(NamedTuple):
     Args:
         precision: U⁺U⁺ᵀ + diag d⁺, factorised: a `LowRankPrecision`, or what `factorize_batch` makes of a batch.
         whole_diag: diagonal of (1−β)UUᵀ + βĜ, (P,).
-        correction: what of it U⁺ does not hold, negative by rounding only, (P,).
+        correction: what rounding would have made of d⁺ less than what d⁺ is, negative where it was too small, (P,).
         squares: Σ_l (u⁺_l)², where it was worked out, (P,).
     """
 
@@ -165,18 +166,23 @@ def widen(
     old_squares: Tensor | None = None,
 ) -> Widened:
     """The covariance half of `propose`; Σ_l u_l² of the old factor can be given when it is known."""
-    beta, problem = rates.precision_lr, observed.problem
+    problem = observed.problem
     old_squares = column_squares(problem.factor) if old_squares is None else old_squares
-    diag_A = (1 - beta) * old_squares + (beta * weight) * observed.squares
+    diag_A = averaged_diagonal(old_squares, observed.squares, problem.keep, problem.gain)
     return widen_by(diag, problem.solution(values, vectors), diag_A, prior, rates)
 
 
 def widen_by(diag: Tensor, factor: Tensor, whole_diag: Tensor, prior: Prior, rates: Rates) -> Widened:
-    """The same from U⁺, (..., L, P), and the diagonal of (1−β)UUᵀ + βĜ, (..., P)."""
+    """The same from U⁺, (..., L, P), and the diagonal of (1−β)UUᵀ + βĜ, float64, (..., P).
+
+    What U⁺ does not hold of that diagonal is added as it is, with the sign that rounding may give it: the next step has
+    the same rounding of U⁺ with the other sign. Without it the positive half would add up to more than d itself.
+    """
     squares = column_squares(factor)
-    correction = whole_diag - squares
-    new_diag = lerp(diag, prior.precision, rates.precision_lr).add_(correction.clamp_min(0))
-    return Widened(factorize_batch(factor, new_diag), whole_diag, correction, squares)
+    base = lerp(diag, prior.precision, rates.precision_lr)
+    whole = (whole_diag - squares).add_(base)
+    new_diag = torch.maximum(whole.to(base.dtype), torch.minimum(base, prior.precision))
+    return Widened(factorize_batch(factor, new_diag), whole_diag, whole.sub_(new_diag).to(base.dtype), squares)
 
 
 def shift(

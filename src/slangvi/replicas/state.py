@@ -93,7 +93,7 @@ class Info:
         spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, for OnlineEig of Ĝ, largest first, (K, L).
         total: sum of all its eigenvalues, (K,).
         residual: bound on the relative error of those eigenpairs; 0 when they were computed in full, (K,).
-        clipped: Σ of negative diagonal corrections set to zero; rounding only, (K,).
+        clipped: Σ of what rounding would have taken from d⁺ below its bound; rounding only, (K,).
         expected_log_likelihood: N times the mean log-likelihood over rows, (K,).
         failed: replicas that stand still, (K,).
         failures: those that failed in this step.
