@@ -128,7 +128,8 @@ class Training:
         method = self._method(len(rows.x), alpha, beta, temperature)
         # Noise waits until a new network knows something; see `Noise`.
         first = per_epoch * epochs if falling and self.state.step == 0 else 0
-        self._hold, self._fall = round(_HOLD * first), round(_FALL * first)
+        # The last step sees given noise as it is, however few there are.
+        self._hold, self._fall = round(_HOLD * first), min(round(_FALL * first), max(first - 1, 0))
         cumulative, losses = rows.weights.double().cumsum(0).cpu(), []
         for epoch in range(1, epochs + 1):
             order = order_of(cumulative, per_epoch * size, generators[0]).to(rows.x.device)
@@ -173,7 +174,7 @@ class Training:
         """Whether the noise is learnt, or what was given: before that a loss says little of what it will be."""
         if self.noise is None:
             return True
-        return self.state.step > (self._hold if self.noise.learnt else self._fall - 1)
+        return self.state.step > (self._hold if self.noise.learnt else self._fall)
 
     def _begin_slowly(self) -> None:
         """At the prior's precision at least, or its pull overshoots until the precision has learnt of it."""
