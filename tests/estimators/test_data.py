@@ -32,6 +32,21 @@ def test_constant_columns_keep_their_scale():
     assert (scale.apply(values)[:, 0] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_columns_constant_up_to_rounding_keep_their_scale(dtype):
+    """Their standard deviation of 1e-17 would turn the next digit of an input into a number of any size."""
+    third = dtype(0.3)
+    values = np.array([[third], [np.nextafter(third, dtype(1.0))]] * 50_000)
+    assert Scale.of(values, np.ones(len(values))).scale == 1.0
+    apart = np.array([[third], [third + 100 * np.spacing(third)]] * 50)
+    assert Scale.of(apart, np.ones(len(apart))).scale == pytest.approx(50 * np.spacing(third), rel=1e-3)
+
+
+def test_large_numbers_that_differ_keep_their_spread():
+    times = 1.7e18 + np.random.RandomState(0).uniform(0, 1e6, (1000, 1))  # nanoseconds
+    assert Scale.of(times, np.ones(1000)).scale == pytest.approx(1e6 / 12**0.5, rel=0.05)
+
+
 @pytest.mark.parametrize("unit", [1e200, 1e-200])
 def test_scales_of_very_large_and_very_small_numbers_are_found(unit):
     """Their squares would be inf or 0, and the scale useless."""

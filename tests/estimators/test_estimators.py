@@ -115,6 +115,13 @@ def test_without_standardising_numbers_are_taken_as_they_are():
     assert model.score(INPUTS - INPUTS.mean(0), Y) > 0.5
 
 
+def test_an_input_constant_up_to_rounding_says_nothing():
+    inputs = np.column_stack([INPUTS, np.where(np.arange(150) % 2, 0.3, 0.1 + 0.2)])
+    model = regressor().fit(inputs, Y)
+    inputs[:, 3] = 0.31
+    np.testing.assert_allclose(model.predict(inputs), Y, atol=2.0)
+
+
 def test_the_mean_is_the_best_one_for_weighted_rows():
     """With weights, noise and prior given the mean goes to the minimum of a ridge regression, known in closed form."""
     source = np.random.RandomState(1)

@@ -10,9 +10,42 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Array", "Scale", "order_of"]
+__all__ = ["Array", "Scale", "is_rounding", "moments", "order_of"]
 
 Array = NDArray[Any]
+
+# Values whose standard deviation is at most so many steps between neighbouring floating-point numbers are all alike.
+_STEPS = 2.0
+
+
+def is_rounding(spread: Any, mean: Any) -> Any:
+    """Whether values with that standard deviation around that mean differ by rounding alone.
+
+    Example:
+        >>> is_rounding(np.array([2.8e-17, 3e5]), np.array([0.3, 1.7e18]))
+        array([ True, False])
+    """
+    return spread <= _STEPS * np.spacing(np.abs(mean))
+
+
+def moments(values: Array, weights: Array) -> tuple[Array, Array]:
+    """Weighted mean and standard deviation of columns, as of repeated rows; 0 where they differ by rounding alone.
+
+    Args:
+        values: (n, D).
+        weights: (n,).
+    """
+    share = weights / weights.sum()
+    constant = (values == values[0]).all(0)
+    mean = share @ values
+    # Sums of many rows are rounded; so is what they leave, but that is small.
+    mean = np.where(constant, values[0], mean + share @ (values - mean))
+    # Squares of very large or small numbers would overflow or vanish; powers of two change no digit.
+    offsets = np.asarray(values - mean, dtype=np.float64)
+    power = np.frexp(np.abs(offsets).max(0))[1]
+    spread = np.ldexp(np.sqrt(share @ np.ldexp(offsets, -power) ** 2), power)
+    mean = mean.astype(values.dtype)
+    return mean, np.where(is_rounding(spread, mean), 0.0, spread)
 
 
 @dataclass(frozen=True)
@@ -21,7 +54,7 @@ class Scale:
 
     Args:
         mean: (D,).
-        scale: (D,), 1 where a column is constant.
+        scale: (D,), 1 where a column is constant up to rounding.
     """
 
     mean: Array
@@ -29,15 +62,9 @@ class Scale:
 
     @classmethod
     def of(cls, values: Array, weights: Array) -> Scale:
-        """Weighted moments, equal to those of repeated rows; a constant column keeps its scale."""
-        share = weights / weights.sum()
-        constant = (values == values[0]).all(0)
-        mean = np.where(constant, values[0], share @ values)
-        # Squares of very large or small numbers would overflow or vanish; powers of two change no digit.
-        offsets = np.asarray(values - mean, dtype=np.float64)
-        power = np.frexp(np.abs(offsets).max(0))[1]
-        spread = np.ldexp(np.sqrt(share @ np.ldexp(offsets, -power) ** 2), power)
-        return cls(mean.astype(values.dtype), np.where(constant | (spread == 0), 1.0, spread).astype(values.dtype))
+        """Weighted moments, equal to those of repeated rows; a column constant up to rounding keeps its scale."""
+        mean, spread = moments(values, weights)
+        return cls(mean, np.where(spread == 0, 1.0, spread).astype(values.dtype))
 
     @classmethod
     def none(cls, columns: int) -> Scale:
