@@ -258,7 +258,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
             with torch.no_grad():
                 check_outputs(self.module_(rows.x[:2]), len(rows.x[:2]), self._num_outputs())
         noise = self._kept_noise() if go_on else self._noise(rows)
-        spread = 1.0 if noise is None else noise.spread
+        spread = 1.0 if noise is None else float(noise.spread.mean())
         if epochs is None:
             recipe = wishes.endless()
         else:

@@ -160,14 +160,28 @@ class Training:
             if self.noise is not None:
                 self.noise.fall(min(1.0, self.state.step / self._fall) if self._fall else 1.0)
             before = self.state
-            self.state, info = method.update(before, (rows.x[picked], rows.y[picked]), generator=generator)
+            batch = rows.x[picked], rows.y[picked]
+            self.state, info = method.update(before, batch, generator=generator)
             if self._watch.due(self.state.step):
                 self._watch.look(before, self.state, info._prior, rate_at("lr", lr, self.state.step), _MOMENTUM)
             seen = info.expected_log_likelihood / len(rows.x)
             total -= seen
-            if self.noise is not None and self.state.step > self._hold:
-                self.noise.follow(seen, len(batches))
+            if self.noise is not None and self.noise.learnt and self.state.step > self._hold:
+                self.noise.follow(self._squares(self.noise, seen, batch, generator), len(batches))
         return total / len(batches)
+
+    def _squares(
+        self, noise: Noise, log_likelihood: float, batch: tuple[Tensor, Tensor], generator: torch.Generator
+    ) -> Tensor:
+        """Mean squared residuals of a batch at draws of the weights, for each target column, (K,)."""
+        if len(noise.variance) == 1:
+            return noise.squares(log_likelihood)
+        # A sum over columns does not tell them apart; one more draw, from the factors that the next step needs, does.
+        dtypes = {name: p.dtype for name, p in self.module.named_parameters()}
+        draw = {name: p.to(dtypes[name]) for name, p in slang.sample(self.state, generator=generator).items()}
+        with torch.no_grad():
+            outputs = torch.func.functional_call(self.module, draw, (batch[0],))
+        return (batch[1] - outputs).square().mean(0)
 
     @property
     def _noise_is_own(self) -> bool:
