@@ -13,7 +13,7 @@ from slangvi.errors import DataError
 from slangvi.tabular.figures import figures
 from slangvi.tabular.model import Classes, Model, Numbers
 from slangvi.tabular.output import digits
-from slangvi.tabular.schema import number_of
+from slangvi.tabular.cells import number_of
 from slangvi.tabular.scores import LEVELS, coverages, readable
 
 __all__ = ["page"]
