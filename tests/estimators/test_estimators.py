@@ -140,6 +140,14 @@ def test_the_mean_is_the_best_one_for_weighted_rows():
     assert np.abs(plain - best).max() > 0.1  # so that the weights matter
 
 
+def test_a_low_temperature_counts_as_more_data():
+    """Weights of nine and a temperature of a ninth are the same posterior, by other draws."""
+    cold, heavy = regressor(temperature=1 / 9).fit(INPUTS, Y), regressor().fit(INPUTS, Y, np.full(150, 9.0))
+    torch.testing.assert_close(cold.posterior_.variance, heavy.posterior_.variance)
+    streams = (regressor(temperature=t).partial_fit(INPUTS, Y).posterior_.variance.mean() for t in (1.0, 0.01))
+    assert next(streams) > 2 * next(streams)
+
+
 def test_equal_weights_count_as_more_data():
     plain, heavy = (regressor().fit(INPUTS, Y, sample_weight=w) for w in (None, np.full(150, 9.0)))
     assert float(heavy.posterior_.variance.mean()) < 0.5 * float(plain.posterior_.variance.mean())
@@ -182,7 +190,43 @@ def test_early_stopping_does_not_keep_a_precision_that_is_still_at_its_start():
     assert deviations.max() > 0.5  # of a prior of 1, for weights that hardly matter
 
 
-@pytest.mark.parametrize("change", [{"rank": 3}, {"hidden_layer_sizes": (7,)}, {"activation": "tanh"}])
+def test_early_stopping_holds_out_a_share_of_every_class(monkeypatch):
+    """Of a class of a single row, none."""
+    real, parts = SLANGClassifier._split, []
+    monkeypatch.setattr(SLANGClassifier, "_split", lambda *args: parts.append(real(*args)) or parts[-1])
+    names = np.repeat(["common", "rare", "single"], [119, 30, 1])
+    for seed in range(8):
+        classifier(early_stopping=True, random_state=seed, max_iter=1).fit(X, names)
+    counts = [(train.y.bincount(minlength=3).tolist(), held.y.bincount(minlength=3).tolist()) for train, held in parts]
+    assert all(train[1:] == [27, 1] and held[1:] == [3, 0] for train, held in counts)
+
+
+CHANGES = [
+    {"rank": 3},
+    {"hidden_layer_sizes": (7,)},
+    {"activation": "tanh"},
+    {"standardize": False},
+    {"module": nn.Linear(4, 3, dtype=torch.float64)},
+]
+
+
+@pytest.mark.parametrize("noise", [0.5, "given"])
+def test_what_was_learned_does_not_go_on_with_other_noise(noise):
+    model = regressor(warm_start=True).fit(INPUTS, Y).set_params(noise=noise)
+    for go_on in (model.fit, model.partial_fit):
+        with pytest.raises((ValueError, TypeError), match=r"noise (was 'learn' when|must be a number, got 'given')"):
+            go_on(INPUTS, Y)
+    model.set_params(noise="learn").partial_fit(INPUTS, Y)
+
+
+def test_a_module_is_told_by_its_kind_when_it_changes():
+    model = classifier(warm_start=True, module=nn.Linear(4, 3, dtype=torch.float64)).fit(X, NAMES)
+    model.fit(X, NAMES).set_params(module=nn.Linear(4, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="module was another Linear when"):
+        model.fit(X, NAMES)
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_was_learned_does_not_go_on_with_other_sizes(change):
     model = classifier(warm_start=True).fit(X, NAMES)
     (name,) = change
@@ -226,7 +270,9 @@ def test_a_stream_that_begins_without_spread_is_told_and_does_not_become_sure(fi
     targets = 1000 * inputs[:, 0] + 5000 + 200 * source.randn(400)
     targets[:first] = 5000.0
     model = SLANGRegressor(hidden_layer_sizes=(), mc_samples=1, random_state=0)
-    with pytest.warns(UserWarning, match=f"y does not vary among the {first} rows of the first .* Give some dozen rows"):
+    with pytest.warns(
+        UserWarning, match=f"y does not vary among the {first} rows of the first .* Give some dozen rows"
+    ):
         model.partial_fit(inputs[:first], targets[:first])
     for start in range(first, 400, 20):
         model.partial_fit(inputs[start : start + 20], targets[start : start + 20])
@@ -262,6 +308,14 @@ def test_a_function_makes_a_module_for_the_data(global_rng_untouched):
     first, second = (classifier(module=nn.Linear).fit(X, NAMES) for _ in range(2))
     assert first.module_.weight.shape == (3, 4)
     np.testing.assert_array_equal(first.predict_proba(X), second.predict_proba(X))
+
+
+def test_modules_keep_their_mode():
+    """So that one with batch statistics can be trained when it does not take them from the batch."""
+    given = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    with pytest.raises(slangvi.UnsupportedModuleError, match=r"Put it in eval mode \(module.eval\(\)\)"):
+        classifier(module=given).fit(X, NAMES)
+    assert classifier(module=given.eval(), max_iter=30).fit(X, NAMES).score(X, NAMES) > 0.8
 
 
 def test_modules_with_other_outputs_are_refused():
@@ -354,6 +408,12 @@ def test_a_missing_scikit_learn_is_explained(monkeypatch):
         slangvi.SLANGClassifier  # noqa: B018
 
 
+def test_numbers_and_flags_of_numpy_are_taken():
+    model = classifier(hidden_layer_sizes=np.array([5]), early_stopping=np.True_, max_iter=np.int64(2)).fit(X, NAMES)
+    assert model.module_[0].out_features == 5
+    assert len(model.validation_nll_) == 2
+
+
 def test_progress_is_told_when_asked_for(capsys):
     lines: list[str] = []
     classifier(verbose=lines.append, early_stopping=True, max_iter=2).fit(X, NAMES)
@@ -373,6 +433,7 @@ BAD = [
     ({"activation": "swish"}, ValueError, "activation must be one of 'relu'"),
     ({"rank": -1}, ValueError, "rank must be ≥ 0"),
     ({"prior_precision": 0.0}, ValueError, "prior_precision must be finite and in"),
+    ({"temperature": 0.0}, ValueError, "temperature must be finite"),
     ({"learning_rate_init": 0.0}, ValueError, "learning_rate_init must be finite"),
     ({"precision_learning_rate_init": 2.0}, ValueError, "precision_learning_rate_init must be finite"),
     ({"mc_samples": 0}, ValueError, "mc_samples must be ≥ 1"),

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Array", "Scale", "is_rounding", "moments", "order_of"]
+__all__ = ["Array", "Scale", "held_out", "is_rounding", "moments", "order_of"]
 
 Array = NDArray[Any]
 
@@ -95,3 +95,28 @@ def order_of(cumulative: Tensor, count: int, generator: torch.Generator) -> Tens
     places = (torch.arange(count, dtype=cumulative.dtype) + start) * (cumulative[-1] / count)
     rows = torch.searchsorted(cumulative, places, right=True).clamp_max(len(cumulative) - 1)
     return rows[torch.randperm(count, generator=generator)]
+
+
+def held_out(rows: int, count: int, labels: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Places of so many rows at random; of every class its share, and never all of it if others can be taken.
+
+    Args:
+        rows: n.
+        count: of places, less than n; fewer are returned where classes would be lost.
+        labels: whole numbers from 0, (n,); None for rows without classes.
+        generator: source of randomness.
+
+    Example:
+        >>> labels = torch.tensor([0] * 8 + [1] * 4 + [2])
+        >>> labels[held_out(13, 3, labels, torch.Generator().manual_seed(0))].tolist()
+        [0, 0, 1]
+    """
+    order = torch.randperm(rows, generator=generator)
+    if labels is None:
+        return order[:count]
+    order = order[labels[order].argsort(stable=True)]  # class by class, and at random within each
+    start = torch.rand((), generator=generator, dtype=torch.float64)
+    picked = order[((torch.arange(count) + start) * (rows / count)).long().clamp_max(rows - 1)]
+    left = labels.bincount() - labels[picked].bincount(minlength=int(labels.max()) + 1)
+    spared = picked[left[labels[picked]] > 0]
+    return spared if len(spared) else picked

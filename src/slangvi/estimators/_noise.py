@@ -33,8 +33,8 @@ class Noise:
 
     residuals plus predictive variance. Every step sees squared residuals of its minibatch at its own draws of the
     weights, whose mean $v_t$ estimates that without bias, and σ² follows it: σ² ← (1 − ρ)σ² + ρ vₜ with
-    ρ = 1/max(20, steps per epoch), between a millionth of the targets' variance and the whole of it. Every target column
-    has its own.
+    ρ = 1/max(20, steps per epoch), between a millionth of the targets' variance and the whole of it. Every target
+    column has its own.
 
     It starts at a tenth of that variance, and waits for part of the first fit before it follows. A network that knows
     nothing yet explains all as noise; with noise that large the likelihood is flat, and it would go on knowing nothing.

@@ -124,7 +124,7 @@ class Training:
         size, per_epoch = (count(len(rows.x), self.recipe.batch_size) for count in (rows_per_step, steps_per_epoch))
         alpha, beta = self._rates(per_epoch * epochs, falling)
         # The methods take a whole N; a fraction goes where it is divided by.
-        temperature = len(rows.x) / (rows.total if num_data is None else num_data)
+        temperature = self.recipe.temperature * len(rows.x) / (rows.total if num_data is None else num_data)
         method = self._method(len(rows.x), alpha, beta, temperature)
         # Noise waits until a new network knows something; see `Noise`.
         first = per_epoch * epochs if falling and self.state.step == 0 else 0

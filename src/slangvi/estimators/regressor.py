@@ -36,6 +36,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         noise: "learn", or the standard deviation of the noise on the scale of y.
         rank: L.
         prior_precision: λ.
+        temperature: the likelihood is weighed by 1/temperature.
         learning_rate_init: α at the start. "auto" is 0.1, and does not fall in `partial_fit`.
         precision_learning_rate_init: β at the start. "auto" is 0.05 with a warm-up, unless the precision is slow.
         init_precision: d at the start. "auto" is 10, unless the precision is slow: for `fit` without `early_stopping`
@@ -80,6 +81,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         noise: float | str = "learn",
         rank: int = 4,
         prior_precision: Any = 1.0,
+        temperature: float = 1.0,
         learning_rate_init: float | str = "auto",
         precision_learning_rate_init: float | str = "auto",
         init_precision: Any = "auto",
@@ -104,6 +106,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
             activation,
             rank=rank,
             prior_precision=prior_precision,
+            temperature=temperature,
             learning_rate_init=learning_rate_init,
             precision_learning_rate_init=precision_learning_rate_init,
             init_precision=init_precision,
@@ -216,15 +219,25 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
     def _num_outputs(self) -> int:
         return len(self.target_scale_.mean)
 
+    def _labels(self, rows: Rows) -> Tensor | None:
+        return None
+
+    def _own_sizes(self) -> dict[str, Any]:
+        return super()._own_sizes() | {"noise": self._wanted_noise()}
+
+    def _wanted_noise(self) -> float | str:
+        """A standard deviation, or "learn"."""
+        if isinstance(self.noise, str) and self.noise == "learn":
+            return "learn"
+        hint = 'It is a standard deviation on the scale of y, or "learn".'
+        return _checks.number("noise", self.noise, 0.0, hint=hint)
+
     def _noise(self, rows: Rows) -> Noise | None:
-        spread = self._spread(rows)
-        if self.noise == "learn":
+        spread, wanted = self._spread(rows), self._wanted_noise()
+        if isinstance(wanted, str):
             return Noise.unknown(spread)
-        given = _checks.number(
-            "noise", self.noise, 0.0, hint='It is a standard deviation on the scale of y, or "learn".'
-        )
         scale = torch.from_numpy(self.target_scale_.scale).to(rows.y)
-        return Noise((given / scale).square(), spread)
+        return Noise((wanted / scale).square(), spread)
 
     def _spread(self, rows: Rows) -> Tensor:
         """Variance of the targets as they are trained on, 0 where they were all alike, (K,)."""

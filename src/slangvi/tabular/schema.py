@@ -235,7 +235,9 @@ def _judged(name: str, cells: Sequence[str]) -> tuple[Column | None, str]:
         return None, f"it has {len(counts)} different words in {len(cells)} rows{mixed or advice((odd or present)[0])}"
     levels = tuple(level for level, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:MAX_LEVELS])
     rest = len(counts) - len(levels)
-    return Categorical(name, levels), (f"{rest} rarer levels are taken together" * bool(rest) + mixed).removeprefix("; ")
+    return Categorical(name, levels), (f"{rest} rarer levels are taken together" * bool(rest) + mixed).removeprefix(
+        "; "
+    )
 
 
 def _odd(cells: Sequence[str], values: Array) -> list[str]:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slangvi.errors import DataError
-from slangvi.tabular.reading import Table
 from slangvi.tabular.cells import CODES, is_no_number, number_of
+from slangvi.tabular.reading import Table
 
 __all__ = ["Target", "find_target", "held_out"]
 
