@@ -20,7 +20,9 @@ from sklearn.preprocessing import MinMaxScaler
 from torch import nn
 
 import slangvi
+from allocating import allocated
 from slangvi import SLANGClassifier, SLANGRegressor
+from slangvi.estimators._training import Rows
 
 X, LABELS = load_iris(return_X_y=True)
 NAMES = np.array(["setosa", "versicolor", "virginica"])[LABELS]
@@ -82,8 +84,27 @@ def test_probabilities_are_the_average_over_the_posterior(fitted):
 def test_predictions_do_not_depend_on_the_rows_beside_or_the_chunk(fitted, monkeypatch):
     whole = fitted.predict_proba(X)
     np.testing.assert_allclose(fitted.predict_proba(X[::-1])[::-1], whole, rtol=1e-12)
-    monkeypatch.setattr("slangvi.estimators._base._CHUNK", 1)
+    monkeypatch.setattr("slangvi.predict._chunks._CHUNK", 1)
     np.testing.assert_allclose(fitted.predict_proba(X[:7]), whole[:7], rtol=1e-12)
+
+
+def test_the_score_of_held_out_rows_does_not_depend_on_the_chunk(monkeypatch):
+    settings = {"early_stopping": True, "max_iter": 2, "validation_fraction": 0.3}
+    whole = classifier(**settings).fit(X, NAMES).validation_nll_
+    monkeypatch.setattr("slangvi.predict._chunks._CHUNK", 100)  # four rows at a time
+    assert classifier(**settings).fit(X, NAMES).validation_nll_ == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize(("hidden", "samples"), [((1000,), 1), ((), 50)])
+def test_memory_of_predictions_and_scores_does_not_grow_with_the_rows(hidden, samples, monkeypatch):
+    """All rows at once would take 160 MB for a hidden layer, and 8 for the draws."""
+    monkeypatch.setattr("slangvi.predict._chunks._CHUNK", 1 << 16)
+    inputs = np.random.RandomState(0).randn(20_000, 2)
+    settings = {"hidden_layer_sizes": hidden, "predict_samples": samples, "max_iter": 1, "mc_samples": 1, "rank": 1}
+    model = SLANGRegressor(**settings, random_state=0).fit(inputs[:40], inputs[:40, 0])
+    held = Rows(torch.from_numpy(inputs), torch.zeros(20_000, 1).double(), torch.ones(20_000).double())
+    assert allocated(lambda: model.predict(inputs)) < 5e6
+    assert allocated(lambda: model._loss_on(held)(model.state_, model._kept_noise())) < 5e6
 
 
 def test_float32_data_are_learnt_in_float32():

@@ -25,12 +25,10 @@ from slangvi.estimators._noise import Noise
 from slangvi.estimators._recipe import Rates, Wishes
 from slangvi.estimators._training import Patience, Rows, Training, lean
 from slangvi.methods import slang
-from slangvi.predict import functional_samples
+from slangvi.predict._chunks import drawn_in_chunks
 
 __all__ = ["BaseSLANG"]
 
-# Numbers that draws of outputs for one chunk of rows may have.
-_CHUNK = 1 << 24
 _FLOATS = (np.float64, np.float32)
 
 
@@ -221,7 +219,8 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         """Scaled tensors on the device, without rows that count for nothing; the first ones decide scales and sizes."""
         counts = weights > 0
         targets = self._targets(y, weights, first)[counts]
-        X, weights = X[counts], weights[counts]
+        if not counts.all():  # else that would be a copy of all rows
+            X, weights = X[counts], weights[counts]
         if first:
             self.input_scale_ = Scale.of(X, weights) if self.standardize else Scale.none(X.shape[1])
             self.module_ = self._made(X.shape[1], generator, torch.from_numpy(X[:0]).dtype)
@@ -341,21 +340,20 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         check_is_fitted(self)
         X = validate_data(self, X, dtype=_FLOATS, reset=False)
         samples = _checks.count("predict_samples", self.predict_samples)
-        x = self._inputs(X)
-        step = max(1, _CHUNK // (samples * self._num_outputs()))
-        for start in range(0, len(x), step):
-            yield self._drawn(x[start : start + step], self.state_, samples)
+        yield from self._drawn(self._inputs(X), self.state_, samples)
 
-    def _drawn(self, x: Tensor, state: slang.State, samples: int) -> Tensor:
-        generator = torch.Generator(x.device).manual_seed(self._predict_seed)
-        return functional_samples(self.module_, slang.posterior(state), x, samples, generator=generator)
+    def _drawn(self, x: Tensor, state: slang.State, samples: int) -> Iterator[Tensor]:
+        return drawn_in_chunks(self.module_, slang.posterior(state), x, samples, self._predict_seed)
 
     def _loss_on(self, held: Rows) -> Callable[[slang.State, Noise | None], float]:
         """Mean −log predictive density of held-out rows."""
 
         def loss(state: slang.State, noise: Noise | None) -> float:
-            values = self._nll(self._drawn(held.x, state, self.predict_samples), held.y, noise).cpu()
-            return float((held.weights * values).sum() / held.weights.sum())
+            values: list[Tensor] = []
+            for draws in self._drawn(held.x, state, self.predict_samples):
+                done = sum(map(len, values))
+                values.append(self._nll(draws, held.y[done : done + draws.shape[1]], noise).cpu())
+            return float((held.weights * torch.cat(values)).sum() / held.weights.sum())
 
         return loss
 

@@ -73,7 +73,9 @@ class Scale:
 
     def apply(self, values: Array) -> Array:
         """(values − mean) / scale."""
-        return (values - self.mean) / self.scale
+        offsets: Array = values - self.mean
+        offsets /= self.scale  # in place: tables may be large
+        return offsets
 
 
 def order_of(cumulative: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -149,7 +149,11 @@ class Schema:
                 f"the table has no column {', '.join(map(repr, absent[:5]))}{' …' * (len(absent) > 5)}, which the "
                 f"model was fitted with. Its columns are {', '.join(map(repr, list(table.columns)[:10]))}."
             )
-        return np.concatenate([column.encode(table.columns[column.name]) for column in self.columns], 1)
+        inputs, start = np.empty((len(table), self.features)), 0
+        for column in self.columns:  # into one array, not joined in the end, which would take twice the memory
+            inputs[:, start : start + column.features] = column.encode(table.columns[column.name])
+            start += column.features
+        return inputs
 
     def unusual(self, table: Table) -> dict[str, Unusual]:
         """Column → cells that it can make little of, where there are any."""
