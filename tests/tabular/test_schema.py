@@ -111,9 +111,9 @@ def test_large_numbers_that_differ_are_scaled():
 @pytest.mark.parametrize("indicator", [False, True])
 def test_cells_that_are_no_numbers_are_always_told(indicator):
     column = Numeric("x", 0.0, 1.0, indicator)
-    assert column.unusual(["1", "2"]).count == 0
+    assert column.unusual(["1", "2"]).cells == 0
     assert column.unusual(["1,5", "2", "$3"]) == (2, "are no numbers, such as '1,5', and count as the mean")
-    assert column.unusual(["", "-", "2"]).count == (0 if indicator else 2)
+    assert column.unusual(["", "-", "2"]).cells == (0 if indicator else 2)
     words = "no numbers, such as 'x'," if indicator else "missing or no numbers, such as 'x',"
     assert column.unusual(["", "x", "2"]) == (2 - indicator, f"are {words} and count as the mean")
 

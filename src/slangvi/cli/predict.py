@@ -84,7 +84,7 @@ def _written(model: Model, table: Table, level: float, keep: tuple[str, ...]) ->
 def _tell(model: Model, table: Table, out: Path, quiet: bool, json: bool) -> None:
     unusual = model.schema.unusual(table)
     if json:
-        counts = {name: cells.count for name, cells in unusual.items()}
+        counts = {name: found.cells for name, found in unusual.items()}
         told: dict[str, Any] = {"out": str(out), "rows": len(table), "task": model.target.task, "unusual": counts}
         click.echo(json_text.dumps(told, indent=2))
     elif not quiet:

@@ -180,7 +180,7 @@ class Training:
         dtypes = {name: p.dtype for name, p in self.module.named_parameters()}
         draw = {name: p.to(dtypes[name]) for name, p in slang.sample(self.state, generator=generator).items()}
         with torch.no_grad():
-            outputs = torch.func.functional_call(self.module, draw, (batch[0],))
+            outputs: Tensor = torch.func.functional_call(self.module, draw, (batch[0],))
         return (batch[1] - outputs).square().mean(0)
 
     @property

@@ -35,11 +35,11 @@ class Unusual(NamedTuple):
     """Cells of a column that tell a model less than it expects.
 
     Args:
-        count: of them.
+        cells: how many.
         what: they are, and what becomes of them.
     """
 
-    count: int
+    cells: int
     what: str
 
 
@@ -158,7 +158,7 @@ class Schema:
     def unusual(self, table: Table) -> dict[str, Unusual]:
         """Column → cells that it can make little of, where there are any."""
         found = {column.name: column.unusual(table.columns[column.name]) for column in self.columns}
-        return {name: cells for name, cells in found.items() if cells.count}
+        return {name: unusual for name, unusual in found.items() if unusual.cells}
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -246,7 +246,7 @@ def _judged(name: str, cells: Sequence[str]) -> tuple[Column | None, str]:
 
 def _odd(cells: Sequence[str], values: Array) -> list[str]:
     """Cells that are neither numbers nor say that there is none; `values` are the numbers in them."""
-    return [cells[k] for k in np.flatnonzero(np.isnan(values)) if not is_no_number(cells[k])]
+    return [cells[k] for k in np.flatnonzero(np.isnan(values)).tolist() if not is_no_number(cells[k])]
 
 
 def _mixed(known: int, odd: Sequence[str]) -> str:
