@@ -219,11 +219,10 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         """Scaled tensors on the device, without rows that count for nothing; the first ones decide scales and sizes."""
         counts = weights > 0
         targets = self._targets(y, weights, first)[counts]
-        if not counts.all():  # else that would be a copy of all rows
-            X, weights = X[counts], weights[counts]
+        X, weights = X if counts.all() else X[counts], weights[counts]  # rows are copied if they must be
         if first:
             self.input_scale_ = Scale.of(X, weights) if self.standardize else Scale.none(X.shape[1])
-            self.module_ = self._made(X.shape[1], generator, torch.from_numpy(X[:0]).dtype)
+            self.module_ = self._made(X.shape[1], generator, torch.from_numpy(np.empty(0, X.dtype)).dtype)
         goal = torch.from_numpy(np.ascontiguousarray(targets)).to(self.device)
         goal = goal.to(input_dtype(self.module_)) if goal.is_floating_point() else goal
         return Rows(self._inputs(X), goal, torch.from_numpy(weights))

@@ -76,7 +76,7 @@ class Noise:
 
     def squares(self, log_likelihood: float) -> Tensor:
         """Mean squared residual of rows, read back from the mean of their log-likelihoods; for one column, (1,)."""
-        variance = self.variance.double()
+        variance = self.variance.cpu().double()  # not every device has doubles
         return variance * (-2.0 * log_likelihood - (2 * math.pi * variance).log())
 
     def follow(self, squares: Tensor, steps_per_epoch: int) -> None:
@@ -89,7 +89,7 @@ class Noise:
         if not self.learnt:
             return
         rate = 1.0 / max(_WINDOW, steps_per_epoch)
-        moved = ((1.0 - rate) * self.variance.double() + rate * squares).to(self.variance)
+        moved = ((1.0 - rate) * self.variance.cpu().double() + rate * squares.cpu()).to(self.variance)
         self.variance = torch.minimum(torch.maximum(moved, _LEAST * self.spread), self.most)
 
     def fall(self, share: float) -> None:
