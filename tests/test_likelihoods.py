@@ -121,6 +121,13 @@ def test_classes_are_not_predicted_across_examples():
         Categorical().predictive(torch.zeros(4))
 
 
+def test_a_single_class_is_scored_but_not_predicted():
+    """Its probability is 1 whatever the logit, which is hardly what was meant."""
+    assert Categorical().log_prob(torch.tensor([[3.0]]), torch.tensor([0])).tolist() == [0.0]
+    with pytest.raises(ValueError, match=r"at least two outputs, got shape \(4, 1\).*'bernoulli'"):
+        Categorical().predictive(torch.zeros(4, 1))
+
+
 @pytest.mark.parametrize(("name", "outputs"), [("categorical", (4, 2)), ("bernoulli", (4,)), ("gaussian", (4,))])
 def test_columns_of_targets_are_not_broadcast(name, outputs):
     targets = torch.zeros(4, 1, dtype=torch.long if name == "categorical" else torch.float32)

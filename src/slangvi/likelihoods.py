@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,8 +62,9 @@ class Categorical(Likelihood):
         return _sum_but_first(values.where(index == labels, torch.nan) if capturing else values)
 
     def predictive(self, outputs: Tensor) -> Tensor:
-        """Softmax over the last dimension; outputs (M, ..., C)."""
+        """Softmax over the last dimension; outputs (M, ..., C) with C ≥ 2."""
         _check_classes(outputs)
+        check_several(outputs.shape)
         return outputs.softmax(-1)
 
 
@@ -159,6 +160,7 @@ class Gaussian(Likelihood):
         return outputs
 
 
+_ONE_OUTPUT = "For one output per example take the likelihood 'bernoulli' (two classes) or 'gaussian'."
 _NAMED: dict[str, Callable[[], Likelihood]] = {
     "categorical": Categorical,
     "bernoulli": Bernoulli,
@@ -182,10 +184,13 @@ def _check_tensors(outputs: Tensor, targets: Tensor) -> None:
 def _check_classes(outputs: Tensor) -> None:
     """Outputs without a dimension of classes would be compared with those of other examples."""
     if outputs.ndim < 2:
-        raise ValueError(
-            f"outputs must have shape (M, ..., C), got {tuple(outputs.shape)}. For one output per example take the "
-            "likelihood 'bernoulli' (two classes) or 'gaussian'."
-        )
+        raise ValueError(f"outputs must have shape (M, ..., C), got {tuple(outputs.shape)}. {_ONE_OUTPUT}")
+
+
+def check_several(shape: Sequence[int]) -> None:
+    """Refuse to predict a single class: its probability would be 1 whatever the outputs."""
+    if shape[-1] == 1:
+        raise ValueError(f"class probabilities need at least two outputs, got shape {tuple(shape)}. {_ONE_OUTPUT}")
 
 
 def check_labels(targets: Tensor, num_classes: int) -> None:

@@ -104,8 +104,24 @@ def test_new_tables_may_have_other_columns_orders_and_levels(place, tmp_path):
     new.write_text("colour;town;size\nred;Genf;100\nblue;Bern;\n", encoding="utf-8")
     result = invoke("predict", place / "houses", new, "--out", tmp_path / "pred.csv")
     assert result.exit_code == 0
-    assert "'town': 1 of 2 cells are missing or of no level that the model knows" in result.output
+    assert "'town': 1 of 2 cells are missing or of no level that the model knows, such as 'Genf'" in result.output
     assert len(rows_of((tmp_path / "pred.csv").read_text(encoding="utf-8"))) == 2
+
+
+def test_columns_that_cannot_be_read_are_told(place, tmp_path):
+    """Although cells were missing at the fit, and count as the mean."""
+    new = tmp_path / "new.csv"
+    new.write_text('size,town\n"1,5",Bern\n"2,5",Bern\n', encoding="utf-8")
+    result = invoke("predict", place / "houses", new, "--out", tmp_path / "pred.csv")
+    assert "'size': all 2 cells are no numbers, such as '1,5', and count as the mean" in result.output
+
+
+def test_rows_without_a_target_are_counted_by_what_stands_there(tmp_path):
+    cells = ["none", "mild", "severe", "none"] * 10 + ["", "", "NA"]
+    (tmp_path / "pain.csv").write_text("\n".join(["x,y", *(f"{k % 7},{c}" for k, c in enumerate(cells))]) + "\n")
+    result = invoke("fit", tmp_path / "pain.csv", "--target", "y", "--out", tmp_path / "m", *SHORT)
+    assert "Task: classification, 3 classes" in result.output
+    assert "3 rows without a target are left out: 2 empty, 1 'NA'" in result.output
 
 
 def test_the_report_is_written_into_the_folder_or_where_it_should_go(place, tmp_path):

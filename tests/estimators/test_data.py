@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slangvi.estimators._data import Scale, order_of
+from slangvi.estimators._data import Scale, held_out, order_of
 
 counts = st.lists(st.integers(0, 4), min_size=2, max_size=8).filter(any)
 
@@ -30,6 +30,21 @@ def test_constant_columns_keep_their_scale():
     assert scale.mean[0] == 0.1
     assert scale.scale[0] == 1.0
     assert (scale.apply(values)[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_columns_constant_up_to_rounding_keep_their_scale(dtype):
+    """Their standard deviation of 1e-17 would turn the next digit of an input into a number of any size."""
+    third = dtype(0.3)
+    values = np.array([[third], [np.nextafter(third, dtype(1.0))]] * 50_000)
+    assert Scale.of(values, np.ones(len(values))).scale == 1.0
+    apart = np.array([[third], [third + 100 * np.spacing(third)]] * 50)
+    assert Scale.of(apart, np.ones(len(apart))).scale == pytest.approx(50 * np.spacing(third), rel=1e-3)
+
+
+def test_large_numbers_that_differ_keep_their_spread():
+    times = 1.7e18 + np.random.RandomState(0).uniform(0, 1e6, (1000, 1))  # nanoseconds
+    assert Scale.of(times, np.ones(1000)).scale == pytest.approx(1e6 / 12**0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("unit", [1e200, 1e-200])
@@ -71,3 +86,24 @@ def test_equal_weights_give_permutations_in_random_order(generator):
     first, second = (order_of(cumulative, 50, generator) for _ in range(2))
     assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(50))
     assert first.tolist() != second.tolist()
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.floats(0.01, 0.99), st.integers(0, 1000))
+def test_of_every_class_a_share_is_held_out_and_never_all(sizes, share, seed):
+    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    count = max(1, round(share * len(labels)))
+    if count >= len(labels):
+        return
+    held = held_out(len(labels), count, labels, torch.Generator().manual_seed(seed))
+    found = labels[held].bincount(minlength=len(sizes))
+    assert 1 <= len(held.unique()) == len(held) <= count
+    if max(sizes) > 1 and share < 0.5 and len(held) < count:
+        assert bool((found < torch.tensor(sizes)).all())
+    expected = torch.tensor(sizes) * count / len(labels)
+    assert bool(((found - expected).abs() < 1 + 1e-9).logical_or(found == 0).all())
+
+
+def test_rows_without_classes_are_held_out_at_random(generator):
+    first, second = (held_out(50, 10, None, generator) for _ in range(2))
+    assert len(first.unique()) == 10
+    assert set(first.tolist()) != set(second.tolist())

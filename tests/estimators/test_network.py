@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,9 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize(("given", "sizes"), [(5, (5,)), ((), ()), ([3, 4], (3, 4)), ((7,), (7,))])
+@pytest.mark.parametrize(
+    ("given", "sizes"), [(5, (5,)), ((), ()), ([3, 4], (3, 4)), ((7,), (7,)), (np.array([3, 4]), (3, 4))]
+)
 def test_layer_sizes_are_numbers_or_sequences(given, sizes):
     assert layer_sizes(given) == sizes
 
@@ -50,6 +53,7 @@ def test_inputs_take_the_dtype_of_the_module():
     [
         (lambda: layer_sizes("50"), TypeError, "hidden_layer_sizes must be a sequence"),
         (lambda: layer_sizes((50, 0)), ValueError, "hidden_layer_sizes must be ≥ 1, got 0"),
+        (lambda: layer_sizes(np.array([2.5])), TypeError, "hidden_layer_sizes must be a whole number"),
         (lambda: layer_sizes(2.5), TypeError, "hidden_layer_sizes must be a sequence"),
         (lambda: made_module("net", 1, 1, seeded()), TypeError, "module must be a torch.nn.Module, or a function"),
         (lambda: made_module(lambda a, b: 3, 1, 1, seeded()), TypeError, "must make a torch.nn.Module, got int"),

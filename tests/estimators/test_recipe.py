@@ -10,7 +10,7 @@ from slangvi.estimators._recipe import Wishes
 
 def wishes(**given) -> Wishes:
     nothing = {"lr": None, "precision_lr": None, "init_precision": None, "batch_size": 10}
-    others = {"rank": 1, "prior_precision": 1.0, "mc_samples": 1, "rates": SLANGRegressor._rates}
+    others = {"rank": 1, "prior_precision": 1.0, "temperature": 1.0, "mc_samples": 1, "rates": SLANGRegressor._rates}
     return Wishes(**(others | nothing | given))
 
 
@@ -26,6 +26,10 @@ def test_a_planned_run_has_a_slow_precision():
 
 def test_targets_of_another_scale_have_another_curvature():
     assert wishes().planned(40, total=20.0, epochs=25, spread=4.0).init_precision == 5.0
+
+
+def test_at_a_low_temperature_the_precision_starts_higher():
+    assert wishes(temperature=0.1).planned(40, total=20.0, epochs=25).init_precision == pytest.approx(200.0)
 
 
 def test_a_run_without_end_has_constant_rates():

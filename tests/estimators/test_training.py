@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slangvi import SLANGClassifier, SLANGRegressor, slang
+from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._training import without_start
 
 
@@ -46,15 +47,31 @@ def test_what_the_data_do_not_determine_keeps_the_precision_of_the_prior():
     assert bias > 100.0  # which the targets do determine
 
 
-def test_a_state_chosen_early_is_the_one_that_was_scored(monkeypatch):
-    inputs = np.random.default_rng(0).normal(size=(300, 3))
+@pytest.fixture
+def scoring(monkeypatch):
+    """Keeps the function that scores held-out rows: the score of what a fitted estimator has kept."""
     losses = {}
-    real = SLANGClassifier._loss_on
-    monkeypatch.setattr(SLANGClassifier, "_loss_on", lambda self, held: losses.setdefault("on held", real(self, held)))
+    real = BaseSLANG._loss_on
+    monkeypatch.setattr(BaseSLANG, "_loss_on", lambda self, held: losses.setdefault("on held", real(self, held)))
+    return lambda model: losses["on held"](model.state_, model._kept_noise())
+
+
+def test_a_state_chosen_early_is_the_one_that_was_scored(scoring):
+    inputs = np.random.default_rng(0).normal(size=(300, 3))
     stop = {"early_stopping": True, "n_iter_no_change": 1, "tol": 10.0, "random_state": 0}
     model = SLANGClassifier(**stop).fit(inputs, inputs[:, 0] > 0)
     assert model.n_iter_ == 2  # long before the start has faded
-    assert losses["on held"](model.state_, None) == pytest.approx(model.best_validation_nll_, rel=1e-9)
+    assert scoring(model) == pytest.approx(model.best_validation_nll_, rel=1e-9)
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(90, 10), (9, 1)])
+def test_given_noise_has_fallen_before_a_score_counts(rows, epochs, scoring):
+    """A score with larger noise is that of another model; the second case has a single step."""
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(rows, 1))
+    stop = {"early_stopping": True, "noise": 0.005, "n_iter_no_change": 3, "max_iter": epochs, "random_state": 0}
+    model = SLANGRegressor((), **stop).fit(inputs, inputs[:, 0] + 0.05 * rng.normal(size=rows))
+    assert scoring(model) == pytest.approx(model.best_validation_nll_, rel=1e-9)
 
 
 def test_a_strong_prior_does_not_overshoot():

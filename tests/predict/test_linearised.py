@@ -337,6 +337,14 @@ def test_calls_that_cannot_be_meant_are_refused(change, error, message):
         linearised_predictive(**({"model": model, "posterior": low_rank(model), "x": X} | change))
 
 
+@pytest.mark.parametrize("link", ["probit", "mc"])
+def test_one_output_is_no_set_of_classes(link):
+    """Its softmax is 1 whatever it is."""
+    model = nn.Linear(3, 1).double()
+    with pytest.raises(ValueError, match=r"at least two outputs, got shape \(7, 1\).*'bernoulli'"):
+        linearised_predictive(model, low_rank(model), X.double(), link=link)
+
+
 def test_posteriors_without_a_precision_are_refused():
     model = nn.Linear(3, 2).double()
     vi = slangvi.mc_dropout.build(Categorical().of(model), num_data=7)

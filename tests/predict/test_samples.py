@@ -64,6 +64,13 @@ def test_one_output_for_each_row_is_no_set_of_classes():
         predictive_samples(model, posterior_of(model), torch.zeros(4, 3))
 
 
+def test_one_output_is_no_set_of_classes_either():
+    """Its softmax is 1 whatever it is."""
+    model = nn.Linear(3, 1)
+    with pytest.raises(ValueError, match=r"at least two outputs, got shape \(4, 1\).*'bernoulli'"):
+        predictive_samples(model, posterior_of(model), torch.zeros(4, 3))
+
+
 def test_classes_are_the_default_link():
     model = mlp()
     predictions = predictive_samples(model, posterior_of(model), X, 3)

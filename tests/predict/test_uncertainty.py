@@ -99,6 +99,13 @@ class Other(Likelihood):
         ((torch.full((2, 3, 2), torch.nan),), {}, ValueError, "or NaN"),
         ((torch.zeros(2, 3), "gaussian"), {}, ValueError, "noise_variance is needed with likelihood='gaussian'"),
         ((torch.zeros(2, 3), "gaussian"), {"noise_variance": -1.0}, ValueError, "must be finite and ≥ 0, got -1.0"),
+        (
+            (torch.zeros(2, 3, 4), "gaussian"),
+            {"noise_variance": torch.ones(3)},
+            ValueError,
+            r"broadcast to the predictions, \(3, 4\), got shape \(3,\). Give one number for each output",
+        ),
+        ((torch.zeros(2, 3), "gaussian"), {"noise_variance": torch.ones(2, 3)}, ValueError, r"got shape \(2, 3\)"),
         ((torch.zeros(1, 3), Gaussian()), {}, ValueError, "needs S ≥ 2 samples, got 1"),
         ((torch.zeros(2, 3, 2),), {"noise_variance": 1.0}, ValueError, "for the Gaussian likelihood only"),
         ((torch.zeros(2, 3, 2), Other()), {}, TypeError, "got Other"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slangvi.errors import DataError
 from slangvi.tabular.reading import Table
-from slangvi.tabular.schema import MAX_LEVELS, Categorical, Numeric, Schema, infer, is_missing, number_of
+from slangvi.tabular.schema import MAX_LEVELS, Categorical, Numeric, Schema, Unusual, infer
 
 
 def table(**columns: list[object]) -> Table:
@@ -32,7 +32,10 @@ def test_words_become_one_column_for_each_level_and_one_for_all_others():
     schema = infer(table(x=["b", "a", "b", "", "a", "b"]))
     assert schema.columns == (Categorical("x", ("b", "a")),)
     assert schema.encode(table(x=["a", "b", "new", ""])).tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1], [0, 0, 1]]
-    assert schema.unusual(table(x=["a", "b", "new", ""])) == {"x": 2}
+    what = "are missing or of no level that the model knows"
+    assert schema.unusual(table(x=["a", "b", "", "new"])) == {"x": Unusual(2, f"{what}, such as 'new'")}
+    assert schema.unusual(table(x=["a", ""])) == {"x": Unusual(1, what)}
+    assert schema.unusual(table(x=["a", "b"])) == {}
 
 
 def test_rare_levels_are_taken_together():
@@ -68,10 +71,51 @@ def test_columns_that_say_nothing_are_dropped_with_a_reason(cells, why):
 
 
 def test_a_few_words_among_numbers_count_as_missing():
-    schema = infer(table(x=[*(k * k for k in range(39)), "unknown"]))
+    schema = infer(table(x=[*(k * k for k in range(39)), "a lot"]))
     assert schema.columns[0].indicator
-    assert schema.notes["x"] == "1 missing values are set to the mean, among them 1 that are no numbers"
-    assert schema.columns[0].unusual(["x"]) == 0
+    told = "1 missing values are set to the mean, among them 1 that are no numbers, such as 'a lot'"
+    assert schema.notes["x"] == told
+
+
+@pytest.mark.parametrize("word", ["#N/A", "<NA>", "-", ".", "unknown"])
+def test_however_many_numbers_are_missing_the_others_are_numbers(word):
+    schema = infer(table(x=[word, *(k * k for k in range(6)), word, word]))
+    assert schema.columns[0].kind == "numeric"
+    assert schema.notes == {"x": "3 missing values are set to the mean"}
+
+
+def test_beside_words_what_is_no_number_may_be_a_word():
+    assert infer(table(x=["+", "-", "unknown", "-"])).columns == (Categorical("x", ("-", "+", "unknown")),)
+
+
+@pytest.mark.parametrize(("spread", "start"), [(30, "it has 29 different words in 30 rows; "), (3, "")])
+def test_what_keeps_a_column_from_being_numbers_is_named(spread, start):
+    cells = [*(k % spread * 1.5 for k in range(27)), "low", "low", "high"]
+    schema = infer(table(x=[0.5, 2, 2.5] * 10, y=cells))
+    told = (schema.dropped or schema.notes)["y"]
+    assert told.startswith(f"{start}90 % are numbers, and the others such as 'low' and 'high': write those as numbers")
+
+
+def test_columns_that_differ_by_rounding_alone_are_dropped():
+    cells = ["0.3", "0.30000000000000004"] * 10
+    assert infer(table(x=[0.5, 2] * 10, y=cells)).dropped == {"y": "it is '0.3' in every row, but for rounding"}
+    assert infer(table(y=[*cells, ""])).columns[0].scale == 1.0  # whether one is missing may say something
+
+
+def test_large_numbers_that_differ_are_scaled():
+    times = 1.7e18 + np.random.RandomState(0).uniform(0, 1e6, 200)  # nanoseconds
+    encoded = infer(table(x=[f"{time:.0f}" for time in times])).encode(table(x=[f"{time:.0f}" for time in times]))
+    assert encoded.std() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("indicator", [False, True])
+def test_cells_that_are_no_numbers_are_always_told(indicator):
+    column = Numeric("x", 0.0, 1.0, indicator)
+    assert column.unusual(["1", "2"]).cells == 0
+    assert column.unusual(["1,5", "2", "$3"]) == (2, "are no numbers, such as '1,5', and count as the mean")
+    assert column.unusual(["", "-", "2"]).cells == (0 if indicator else 2)
+    words = "no numbers, such as 'x'," if indicator else "missing or no numbers, such as 'x',"
+    assert column.unusual(["", "x", "2"]) == (2 - indicator, f"are {words} and count as the mean")
 
 
 def test_nothing_to_learn_from_is_refused():
@@ -114,10 +158,3 @@ def test_any_cells_become_finite_numbers_and_schemas_survive_json(rows, others):
 def test_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match="unknown kind 'date'"):
         Schema.from_json({"columns": [{"kind": "date", "name": "x"}], "dropped": {}, "notes": {}})
-
-
-@pytest.mark.parametrize("cell", ["", "NA", "n/a", "NaN", "null", "None", "?"])
-def test_missing_words(cell):
-    assert is_missing(cell)
-    assert number_of("0") == 0.0
-    assert not is_missing("0")

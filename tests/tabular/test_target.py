@@ -20,7 +20,7 @@ def table(*cells: object) -> Table:
         (("yes", "no", "no"), "classification", "'y' holds text"),
         ((0.5, 1.5, 0.5), "classification", "'y' has two different values"),
         ((1, 2, 3, 3), "classification", "'y' has 3 different whole numbers"),
-        (("1.5", "2.5", "n.a."), "classification", "'y' holds text, such as 'n.a.'"),
+        (("1.5", "2.5", "n.b."), "classification", "'y' holds text, such as 'n.b.'"),
         (("1", "2", "2.0", "2.00", "3."), "classification", "'y' has 3 different whole numbers"),
         ((1, 2.5, 3, 3), "regression", "'y' holds numbers, 3 different ones"),
         (tuple(range(11)), "regression", "'y' holds numbers, 11 different ones"),
@@ -49,6 +49,14 @@ def test_rows_without_a_target_are_left_out():
     target, rows = find_target(table("a", "", "b", "NA"), "y")
     assert rows.lines == [2, 4]
     assert target.encode(rows).tolist() == [0, 1]
+
+
+def test_words_like_none_are_classes_beside_words_and_missing_beside_numbers():
+    target, rows = find_target(table("none", "mild", "severe", "null", "unknown", "NaN", "-"), "y")
+    assert target.classes == ("-", "mild", "none", "null", "severe", "unknown")
+    assert rows.lines == [2, 3, 4, 5, 6, 8]
+    target, rows = find_target(table("none", 1.5, 2, 3.5, "unknown", "-"), "y")
+    assert (target.task, rows.lines) == ("regression", [3, 4, 5])
 
 
 def test_what_cannot_be_predicted_is_refused():

@@ -100,14 +100,14 @@ def _about(data: Path, device: str, seconds: float) -> dict[str, Any]:
 
 
 def _outcome(model: Model, out: Path) -> dict[str, Any]:
-    keys = ("rows", "without_target", "held_out_rows", "scores", "settings", "environment")
+    keys = ("rows", "without_target", "left_out", "held_out_rows", "scores", "settings", "environment")
     found = {"model": str(out), "task": model.target.task, "why": model.target.why, "target": model.target.name}
     columns = {column.name: column.kind for column in model.schema.columns}
     rest = {"columns": columns, "dropped": model.schema.dropped, "notes": model.schema.notes}
     return {**found, "classes": list(model.target.classes), **rest, **{key: model.record[key] for key in keys}}
 
 
-def _show_found(console: Console, target: Target, schema: Schema, rows: int, without_target: int) -> None:
+def _show_found(console: Console, target: Target, schema: Schema, rows: int, left_out: dict[str, int]) -> None:
     """Task and columns, before minutes of training are spent on a wrong guess."""
     kinds = [column.kind for column in schema.columns]
     classes = f", {target.outputs} classes" if target.classes else ""
@@ -117,8 +117,9 @@ def _show_found(console: Console, target: Target, schema: Schema, rows: int, wit
         f"Inputs: {kinds.count('numeric')} numeric and {kinds.count('categorical')} categorical columns, "
         f"{schema.features} numbers a row, {rows} rows",
     )
-    if without_target:
-        _say(console, f"  {without_target} rows without a target are left out")
+    if left_out:
+        cells = ", ".join(f"{count} {repr(cell) if cell else 'empty'}" for cell, count in left_out.items())
+        _say(console, f"  {sum(left_out.values())} rows without a target are left out: {cells}")
     for word, notes in (("dropped", schema.dropped), ("kept", schema.notes)):
         for name, why in notes.items():
             _say(console, f"  {name!r} {word}: {why}")

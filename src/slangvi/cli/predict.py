@@ -84,12 +84,12 @@ def _written(model: Model, table: Table, level: float, keep: tuple[str, ...]) ->
 def _tell(model: Model, table: Table, out: Path, quiet: bool, json: bool) -> None:
     unusual = model.schema.unusual(table)
     if json:
-        told: dict[str, Any] = {"out": str(out), "rows": len(table), "task": model.target.task, "unusual": unusual}
+        counts = {name: found.cells for name, found in unusual.items()}
+        told: dict[str, Any] = {"out": str(out), "rows": len(table), "task": model.target.task, "unusual": counts}
         click.echo(json_text.dumps(told, indent=2))
     elif not quiet:
-        for name, count in unusual.items():
-            click.echo(
-                f"{name!r}: {count} of {len(table)} cells are missing or of no level that the model knows", err=True
-            )
+        for name, (count, what) in unusual.items():
+            many = f"all {count}" if 1 < count == len(table) else f"{count} of {len(table)}"
+            click.echo(f"{name!r}: {many} cells {what}", err=True)
         if str(out) != "-":
             click.echo(f"Predictions: {out}, {len(table)} rows", err=True)

@@ -19,18 +19,16 @@ from torch import Tensor, nn
 
 from slangvi import _checks
 from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.estimators._data import Array, Scale
+from slangvi.estimators._data import Array, Scale, held_out
 from slangvi.estimators._network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.estimators._noise import Noise
 from slangvi.estimators._recipe import Rates, Wishes
 from slangvi.estimators._training import Patience, Rows, Training, lean
 from slangvi.methods import slang
-from slangvi.predict import functional_samples
+from slangvi.predict._chunks import drawn_in_chunks
 
 __all__ = ["BaseSLANG"]
 
-# Numbers that draws of outputs for one chunk of rows may have.
-_CHUNK = 1 << 24
 _FLOATS = (np.float64, np.float32)
 
 
@@ -51,6 +49,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         *,
         rank: int = 4,
         prior_precision: Any = 1.0,
+        temperature: float = 1.0,
         learning_rate_init: float | str = "auto",
         precision_learning_rate_init: float | str = "auto",
         init_precision: Any = "auto",
@@ -74,6 +73,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         self.activation = activation
         self.rank = rank
         self.prior_precision = prior_precision
+        self.temperature = temperature
         self.learning_rate_init = learning_rate_init
         self.precision_learning_rate_init = precision_learning_rate_init
         self.init_precision = init_precision
@@ -111,6 +111,10 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     @abstractmethod
     def _num_outputs(self) -> int:
         """C."""
+
+    @abstractmethod
+    def _labels(self, rows: Rows) -> Tensor | None:
+        """Classes, of which each should be held out in proportion, (n,); None where there are none."""
 
     @abstractmethod
     def _noise(self, rows: Rows) -> Noise | None:
@@ -169,7 +173,8 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         _checks.number("validation_fraction", self.validation_fraction, 0.0, 1.0)
         _checks.number("tol", self.tol, 0.0, closed="low")
         for name in ("early_stopping", "standardize", "warm_start"):
-            _checks.flag(name, getattr(self, name))
+            given = getattr(self, name)
+            _checks.flag(name, bool(given) if isinstance(given, np.bool_) else given)
         if self.num_data is not None:
             _checks.number("num_data", self.num_data, 0.0)
         _checks.device("device", self.device)
@@ -177,6 +182,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         return Wishes(
             rank=_checks.count("rank", self.rank, least=0),
             prior_precision=self.prior_precision,
+            temperature=_checks.number("temperature", self.temperature, 0.0),
             mc_samples=_checks.count("mc_samples", self.mc_samples),
             lr=self._rate("learning_rate_init"),
             precision_lr=self._rate("precision_learning_rate_init", 1.0),
@@ -213,10 +219,10 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         """Scaled tensors on the device, without rows that count for nothing; the first ones decide scales and sizes."""
         counts = weights > 0
         targets = self._targets(y, weights, first)[counts]
-        X, weights = X[counts], weights[counts]
+        X, weights = X if counts.all() else X[counts], weights[counts]  # rows are copied if they must be
         if first:
             self.input_scale_ = Scale.of(X, weights) if self.standardize else Scale.none(X.shape[1])
-            self.module_ = self._made(X.shape[1], generator, torch.from_numpy(X[:0]).dtype)
+            self.module_ = self._made(X.shape[1], generator, torch.from_numpy(np.empty(0, X.dtype)).dtype)
         goal = torch.from_numpy(np.ascontiguousarray(targets)).to(self.device)
         goal = goal.to(input_dtype(self.module_)) if goal.is_floating_point() else goal
         return Rows(self._inputs(X), goal, torch.from_numpy(weights))
@@ -233,7 +239,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
             made: nn.Module = mlp(features, hidden, outputs, self.activation, dtype, generator)
         else:
             made = made_module(self.module, features, outputs, generator)
-        return made.to(self.device).train()
+        return made.to(self.device)
 
     def _split(self, rows: Rows, generator: torch.Generator) -> tuple[Rows, Rows]:
         """Rows to train on, and rows to stop by."""
@@ -244,8 +250,9 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
                 f"early_stopping holds out {held} of {count} rows (n_samples={count}), which leaves none to train on. "
                 "Lower validation_fraction or give more rows."
             )
-        order = torch.randperm(count, generator=generator)
-        places = order[held:], order[:held]
+        stopping = held_out(count, held, self._labels(rows), generator)
+        training = torch.ones(count, dtype=torch.bool).index_fill(0, stopping, False).nonzero()[:, 0]
+        places = training, stopping
         parts = [Rows(rows.x[p.to(rows.x.device)], rows.y[p.to(rows.y.device)], rows.weights[p]) for p in places]
         return parts[0], parts[1]
 
@@ -258,7 +265,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
             with torch.no_grad():
                 check_outputs(self.module_(rows.x[:2]), len(rows.x[:2]), self._num_outputs())
         noise = self._kept_noise() if go_on else self._noise(rows)
-        spread = 1.0 if noise is None else noise.spread
+        spread = 1.0 if noise is None else float(noise.spread.mean())
         if epochs is None:
             recipe = wishes.endless()
         else:
@@ -268,15 +275,16 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     def _own_sizes(self) -> dict[str, Any]:
         """What cannot change from one fit to the next that goes on from it."""
         layers = {"hidden_layer_sizes": layer_sizes(self.hidden_layer_sizes), "activation": self.activation}
-        return {"rank": self.rank} | (layers if self.module is None else {})
+        always = {"rank": self.rank, "standardize": self.standardize, "module": self.module}
+        return always | (layers if self.module is None else {})
 
     def _check_sizes(self) -> None:
         for name, now in self._own_sizes().items():
             before = self._sizes.get(name, now)
             if now != before:
                 raise ValueError(
-                    f"{name} was {before!r} when this estimator was first fitted, and is {now!r} now. What was learned "
-                    "cannot go on with it. Set it back, or fit anew with warm_start=False."
+                    f"{name} was {_told(before)} when this estimator was first fitted, and is {_told(now)} now. What "
+                    "was learned cannot go on with it. Set it back, or fit anew with warm_start=False."
                 )
 
     def _keep(self, training: Training) -> None:
@@ -331,23 +339,27 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         check_is_fitted(self)
         X = validate_data(self, X, dtype=_FLOATS, reset=False)
         samples = _checks.count("predict_samples", self.predict_samples)
-        x = self._inputs(X)
-        step = max(1, _CHUNK // (samples * self._num_outputs()))
-        for start in range(0, len(x), step):
-            yield self._drawn(x[start : start + step], self.state_, samples)
+        yield from self._drawn(self._inputs(X), self.state_, samples)
 
-    def _drawn(self, x: Tensor, state: slang.State, samples: int) -> Tensor:
-        generator = torch.Generator(x.device).manual_seed(self._predict_seed)
-        return functional_samples(self.module_, slang.posterior(state), x, samples, generator=generator)
+    def _drawn(self, x: Tensor, state: slang.State, samples: int) -> Iterator[Tensor]:
+        return drawn_in_chunks(self.module_, slang.posterior(state), x, samples, self._predict_seed)
 
     def _loss_on(self, held: Rows) -> Callable[[slang.State, Noise | None], float]:
         """Mean −log predictive density of held-out rows."""
 
         def loss(state: slang.State, noise: Noise | None) -> float:
-            values = self._nll(self._drawn(held.x, state, self.predict_samples), held.y, noise).cpu()
-            return float((held.weights * values).sum() / held.weights.sum())
+            values: list[Tensor] = []
+            for draws in self._drawn(held.x, state, self.predict_samples):
+                done = sum(map(len, values))
+                values.append(self._nll(draws, held.y[done : done + draws.shape[1]], noise).cpu())
+            return float((held.weights * torch.cat(values)).sum() / held.weights.sum())
 
         return loss
+
+
+def _told(value: Any) -> str:
+    """In a message; a module would fill pages."""
+    return f"another {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
 
 
 def _write(line: str) -> None:

@@ -10,9 +10,42 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Array", "Scale", "order_of"]
+__all__ = ["Array", "Scale", "held_out", "is_rounding", "moments", "order_of"]
 
 Array = NDArray[Any]
+
+# Values whose standard deviation is at most so many steps between neighbouring floating-point numbers are all alike.
+_STEPS = 2.0
+
+
+def is_rounding(spread: Any, mean: Any) -> Any:
+    """Whether values with that standard deviation around that mean differ by rounding alone.
+
+    Example:
+        >>> is_rounding(np.array([2.8e-17, 3e5]), np.array([0.3, 1.7e18]))
+        array([ True, False])
+    """
+    return spread <= _STEPS * np.spacing(np.abs(mean))
+
+
+def moments(values: Array, weights: Array) -> tuple[Array, Array]:
+    """Weighted mean and standard deviation of columns, as of repeated rows; 0 where they differ by rounding alone.
+
+    Args:
+        values: (n, D).
+        weights: (n,).
+    """
+    share = weights / weights.sum()
+    constant = (values == values[0]).all(0)
+    mean = share @ values
+    # Sums of many rows are rounded; so is what they leave, but that is small.
+    mean = np.where(constant, values[0], mean + share @ (values - mean))
+    # Squares of very large or small numbers would overflow or vanish; powers of two change no digit.
+    offsets = np.asarray(values - mean, dtype=np.float64)
+    power = np.frexp(np.abs(offsets).max(0))[1]
+    spread = np.ldexp(np.sqrt(share @ np.ldexp(offsets, -power) ** 2), power)
+    mean = mean.astype(values.dtype)
+    return mean, np.where(is_rounding(spread, mean), 0.0, spread)
 
 
 @dataclass(frozen=True)
@@ -21,7 +54,7 @@ class Scale:
 
     Args:
         mean: (D,).
-        scale: (D,), 1 where a column is constant.
+        scale: (D,), 1 where a column is constant up to rounding.
     """
 
     mean: Array
@@ -29,15 +62,9 @@ class Scale:
 
     @classmethod
     def of(cls, values: Array, weights: Array) -> Scale:
-        """Weighted moments, equal to those of repeated rows; a constant column keeps its scale."""
-        share = weights / weights.sum()
-        constant = (values == values[0]).all(0)
-        mean = np.where(constant, values[0], share @ values)
-        # Squares of very large or small numbers would overflow or vanish; powers of two change no digit.
-        offsets = np.asarray(values - mean, dtype=np.float64)
-        power = np.frexp(np.abs(offsets).max(0))[1]
-        spread = np.ldexp(np.sqrt(share @ np.ldexp(offsets, -power) ** 2), power)
-        return cls(mean.astype(values.dtype), np.where(constant | (spread == 0), 1.0, spread).astype(values.dtype))
+        """Weighted moments, equal to those of repeated rows; a column constant up to rounding keeps its scale."""
+        mean, spread = moments(values, weights)
+        return cls(mean, np.where(spread == 0, 1.0, spread).astype(values.dtype))
 
     @classmethod
     def none(cls, columns: int) -> Scale:
@@ -46,7 +73,9 @@ class Scale:
 
     def apply(self, values: Array) -> Array:
         """(values − mean) / scale."""
-        return (values - self.mean) / self.scale
+        offsets: Array = values - self.mean
+        offsets /= self.scale  # in place: tables may be large
+        return offsets
 
 
 def order_of(cumulative: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -68,3 +97,28 @@ def order_of(cumulative: Tensor, count: int, generator: torch.Generator) -> Tens
     places = (torch.arange(count, dtype=cumulative.dtype) + start) * (cumulative[-1] / count)
     rows = torch.searchsorted(cumulative, places, right=True).clamp_max(len(cumulative) - 1)
     return rows[torch.randperm(count, generator=generator)]
+
+
+def held_out(rows: int, count: int, labels: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Places of so many rows at random; of every class its share, and never all of it if others can be taken.
+
+    Args:
+        rows: n.
+        count: of places, less than n; fewer are returned where classes would be lost.
+        labels: whole numbers from 0, (n,); None for rows without classes.
+        generator: source of randomness.
+
+    Example:
+        >>> labels = torch.tensor([0] * 8 + [1] * 4 + [2])
+        >>> labels[held_out(13, 3, labels, torch.Generator().manual_seed(0))].tolist()
+        [0, 0, 1]
+    """
+    order = torch.randperm(rows, generator=generator)
+    if labels is None:
+        return order[:count]
+    order = order[labels[order].argsort(stable=True)]  # class by class, and at random within each
+    start = torch.rand((), generator=generator, dtype=torch.float64)
+    picked = order[((torch.arange(count) + start) * (rows / count)).long().clamp_max(rows - 1)]
+    left = labels.bincount() - labels[picked].bincount(minlength=int(labels.max()) + 1)
+    spared = picked[left[labels[picked]] > 0]
+    return spared if len(spared) else picked

@@ -10,6 +10,7 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +32,8 @@ def layer_sizes(value: Any) -> tuple[int, ...]:
     """Hidden layers as a tuple of widths; one number is one layer, and none is a linear model."""
     if isinstance(value, Integral):
         value = (value,)
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        value = value.tolist()
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(
             f"hidden_layer_sizes must be a sequence of whole numbers ≥ 1, such as (50,), got {value!r}. "

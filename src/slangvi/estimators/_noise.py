@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,12 +33,11 @@ class Noise:
 
     residuals plus predictive variance. Every step sees squared residuals of its minibatch at its own draws of the
     weights, whose mean $v_t$ estimates that without bias, and σ² follows it: σ² ← (1 − ρ)σ² + ρ vₜ with
-    ρ = 1/max(20, steps per epoch), between a millionth of the targets' variance and the whole of it.
+    ρ = 1/max(20, steps per epoch), between a millionth of the targets' variance and the whole of it. Every target
+    column has its own.
 
     It starts at a tenth of that variance, and waits for part of the first fit before it follows. A network that knows
     nothing yet explains all as noise; with noise that large the likelihood is flat, and it would go on knowing nothing.
-
-    With several target columns what is learnt is one number on their standardised scale.
 
     Given noise starts there too, if it is smaller, and falls to what it is. The empirical Fisher of a row is
     r²/σ⁴ JJᵀ for a residual r, where the curvature is JJᵀ/σ². As long as residuals are ten times the noise, precisions
@@ -45,18 +45,20 @@ class Noise:
 
     Args:
         variance: σ² of each column on the scale that is trained on, (K,).
-        spread: variance of the targets on that scale, averaged over columns.
+        spread: variance of the targets on that scale, (K,); 0 where all were alike, so that it is not known.
         learnt: whether σ² follows the residuals.
     """
 
-    def __init__(self, variance: Tensor, spread: float = 1.0, learnt: bool = False) -> None:
+    def __init__(self, variance: Tensor, spread: Tensor, learnt: bool = False) -> None:
         self.variance = self.given = variance
-        self.spread, self.learnt = spread, learnt
+        self.learnt = learnt
+        # A spread that nobody has seen is made up, and bounds nothing: targets to come may have any.
+        self.spread, self.most = spread.where(spread > 0, 1.0), spread.where(spread > 0, math.inf)
 
     @classmethod
-    def unknown(cls, spread: float, like: Tensor) -> Noise:
-        """Noise to be learnt for targets of that variance, with a number for every entry of `like` (K,)."""
-        return cls(torch.full_like(like, _START * spread), spread, learnt=True)
+    def unknown(cls, spread: Tensor) -> Noise:
+        """Noise to be learnt for targets of that variance, (K,)."""
+        return cls(_START * spread.where(spread > 0, 1.0), spread, learnt=True)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of each row: ½ Σₖ (−log 2πσₖ² − (y − f)²/σₖ²), (..., M)."""
@@ -72,20 +74,23 @@ class Noise:
 
         return log_likelihood
 
-    def follow(self, log_likelihood: float, steps_per_epoch: int) -> None:
+    def squares(self, log_likelihood: float) -> Tensor:
+        """Mean squared residual of rows, read back from the mean of their log-likelihoods; for one column, (1,)."""
+        variance = self.variance.cpu().double()  # not every device has doubles
+        return variance * (-2.0 * log_likelihood - (2 * math.pi * variance).log())
+
+    def follow(self, squares: Tensor, steps_per_epoch: int) -> None:
         """Take over what a step saw.
 
         Args:
-            log_likelihood: mean over its rows, from which the mean squared residual is read back.
+            squares: mean squared residuals of each column, (K,).
             steps_per_epoch: sets how far the running mean looks back.
         """
         if not self.learnt:
             return
-        variance = float(self.variance[0])
-        seen = variance * (-2.0 * log_likelihood / len(self.variance) - math.log(2 * math.pi * variance))
         rate = 1.0 / max(_WINDOW, steps_per_epoch)
-        moved = (1.0 - rate) * variance + rate * seen
-        self.variance = torch.full_like(self.variance, min(max(moved, _LEAST * self.spread), self.spread))
+        moved = ((1.0 - rate) * self.variance.cpu().double() + rate * squares.cpu()).to(self.variance)
+        self.variance = torch.minimum(torch.maximum(moved, _LEAST * self.spread), self.most)
 
     def fall(self, share: float) -> None:
         """Given noise on its way: σ² = σ₀² (σ²/σ₀²)^share, with σ₀² a tenth of the targets' variance at least.
@@ -94,11 +99,9 @@ class Noise:
             share: of the way, from 0 to 1.
         """
         if not self.learnt:
-            first = self.given.clamp(min=_START * self.spread)
+            first = torch.maximum(self.given, _START * self.spread)
             self.variance = by_equal_factors(first, self.given, share) if share < 1.0 else self.given
 
     def copy(self) -> Noise:
         """The same, which later steps do not change."""
-        twin = Noise(self.given, self.spread, self.learnt)
-        twin.variance = self.variance
-        return twin
+        return copy.copy(self)

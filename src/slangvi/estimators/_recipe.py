@@ -33,6 +33,7 @@ class Recipe:
 
     rank: int
     prior_precision: Any
+    temperature: float
     lr: float
     precision_lr: float
     precision_warmup: bool
@@ -48,6 +49,7 @@ class Wishes:
     Args:
         rank: L.
         prior_precision: λ.
+        temperature: 𝒯.
         lr: α at the start.
         precision_lr: β at the start.
         init_precision: d at the start.
@@ -58,6 +60,7 @@ class Wishes:
 
     rank: int
     prior_precision: Any
+    temperature: float
     lr: float | None
     precision_lr: float | None
     init_precision: Any
@@ -83,7 +86,8 @@ class Wishes:
         if self.precision_lr is not None or self.init_precision is not None:
             return self._warmed_up(lr)
         steps = epochs * steps_per_epoch(rows, self.batch_size)
-        slow = slow_precision(total, steps, curvature=self.rates.curvature / spread)
+        curvature = self.rates.curvature / spread
+        slow = slow_precision(total, steps, curvature=curvature, temperature=self.temperature)
         return self._recipe(lr, slow["precision_lr"], slow["init_precision"], precision_warmup=False)
 
     def endless(self) -> Recipe:
@@ -99,6 +103,7 @@ class Wishes:
         return Recipe(
             rank=self.rank,
             prior_precision=self.prior_precision,
+            temperature=self.temperature,
             lr=lr,
             precision_lr=precision_lr,
             precision_warmup=precision_warmup,

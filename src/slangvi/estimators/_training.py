@@ -124,11 +124,12 @@ class Training:
         size, per_epoch = (count(len(rows.x), self.recipe.batch_size) for count in (rows_per_step, steps_per_epoch))
         alpha, beta = self._rates(per_epoch * epochs, falling)
         # The methods take a whole N; a fraction goes where it is divided by.
-        temperature = len(rows.x) / (rows.total if num_data is None else num_data)
+        temperature = self.recipe.temperature * len(rows.x) / (rows.total if num_data is None else num_data)
         method = self._method(len(rows.x), alpha, beta, temperature)
         # Noise waits until a new network knows something; see `Noise`.
         first = per_epoch * epochs if falling and self.state.step == 0 else 0
-        self._hold, self._fall = round(_HOLD * first), round(_FALL * first)
+        # The last step sees given noise as it is, however few there are.
+        self._hold, self._fall = round(_HOLD * first), min(round(_FALL * first), max(first - 1, 0))
         cumulative, losses = rows.weights.double().cumsum(0).cpu(), []
         for epoch in range(1, epochs + 1):
             order = order_of(cumulative, per_epoch * size, generators[0]).to(rows.x.device)
@@ -159,21 +160,35 @@ class Training:
             if self.noise is not None:
                 self.noise.fall(min(1.0, self.state.step / self._fall) if self._fall else 1.0)
             before = self.state
-            self.state, info = method.update(before, (rows.x[picked], rows.y[picked]), generator=generator)
+            batch = rows.x[picked], rows.y[picked]
+            self.state, info = method.update(before, batch, generator=generator)
             if self._watch.due(self.state.step):
                 self._watch.look(before, self.state, info._prior, rate_at("lr", lr, self.state.step), _MOMENTUM)
             seen = info.expected_log_likelihood / len(rows.x)
             total -= seen
-            if self.noise is not None and self.state.step > self._hold:
-                self.noise.follow(seen, len(batches))
+            if self.noise is not None and self.noise.learnt and self.state.step > self._hold:
+                self.noise.follow(self._squares(self.noise, seen, batch, generator), len(batches))
         return total / len(batches)
+
+    def _squares(
+        self, noise: Noise, log_likelihood: float, batch: tuple[Tensor, Tensor], generator: torch.Generator
+    ) -> Tensor:
+        """Mean squared residuals of a batch at draws of the weights, for each target column, (K,)."""
+        if len(noise.variance) == 1:
+            return noise.squares(log_likelihood)
+        # A sum over columns does not tell them apart; one more draw, from the factors that the next step needs, does.
+        dtypes = {name: p.dtype for name, p in self.module.named_parameters()}
+        draw = {name: p.to(dtypes[name]) for name, p in slang.sample(self.state, generator=generator).items()}
+        with torch.no_grad():
+            outputs: Tensor = torch.func.functional_call(self.module, draw, (batch[0],))
+        return (batch[1] - outputs).square().mean(0)
 
     @property
     def _noise_is_own(self) -> bool:
         """Whether the noise is learnt, or what was given: before that a loss says little of what it will be."""
         if self.noise is None:
             return True
-        return self.state.step > (self._hold if self.noise.learnt else self._fall - 1)
+        return self.state.step > (self._hold if self.noise.learnt else self._fall)
 
     def _begin_slowly(self) -> None:
         """At the prior's precision at least, or its pull overshoots until the precision has learnt of it."""

@@ -32,6 +32,7 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         activation: "relu", "tanh", "logistic", "gelu", "silu" or "identity".
         rank: L, columns of the low-rank precision factor.
         prior_precision: λ of weights and biases; a number, or a dict of parameter names or globs of `module_`.
+        temperature: the likelihood is weighed by 1/temperature; less than 1 makes the posterior narrower.
         learning_rate_init: α at the start. "auto" is 0.1 for `fit`, and 0.02 where training may end at any time: with
             `early_stopping`, and for `partial_fit`, where rates are constant.
         precision_learning_rate_init: β at the start. "auto" is 0.02 with a warm-up, unless the precision is slow.
@@ -44,14 +45,15 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         predict_samples: draws of the weights to predict with.
         early_stopping: hold out rows, stop when their predictive negative log-likelihood (nll) has not improved for a
             while, and keep the best state. Epochs in which the noise of a regressor is not yet its own do not count.
-        validation_fraction: share of the rows held out.
+        validation_fraction: share of the rows held out, of each class as far as possible.
         n_iter_no_change: epochs without improvement before training stops.
         tol: least improvement of the nll that counts.
         standardize: give every input column mean 0 and standard deviation 1 over the training rows.
         module: a `torch.nn.Module` (copied; it starts at its own weights) or a function (features, outputs) → module,
-            in place of `hidden_layer_sizes` and `activation`. It takes (n, features) and returns one logit per class.
+            in place of `hidden_layer_sizes` and `activation`. It takes (n, features) and returns one logit per class,
+            and is trained in the mode, train or eval, that it comes in.
         num_data: N for `partial_fit`; None counts every row it was given, which is right as long as none comes twice.
-        warm_start: let `fit` go on from the last state, with the scales and classes of the first fit.
+        warm_start: let `fit` go on from the last state, with the sizes, scales and classes of the first fit.
         random_state: seed, `numpy.random.RandomState` or None, for initial weights, order of rows, and draws.
         device: where to train and predict.
         verbose: True writes a line per epoch to standard error; a function is called with it instead.
@@ -133,6 +135,9 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
 
     def _num_outputs(self) -> int:
         return len(self.classes_)
+
+    def _labels(self, rows: Rows) -> Tensor | None:
+        return rows.y.cpu()
 
     def _noise(self, rows: Rows) -> Noise | None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,9 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from slangvi import _checks
+from slangvi._frames import outside_frames
 from slangvi.estimators._base import BaseSLANG
-from slangvi.estimators._data import Array, Scale
+from slangvi.estimators._data import Array, Scale, is_rounding, moments
 from slangvi.estimators._noise import Noise
 from slangvi.estimators._recipe import Rates
 from slangvi.estimators._training import Rows
@@ -26,7 +28,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
     """A neural network for real targets, trained by SLANG, with the noise learnt or given.
 
     Inputs and targets are standardised inside. `SLANGClassifier` says more about the arguments and attributes that both
-    have. Several target columns are learnt by one network; learnt noise is then one number on their standardised scale.
+    have. Several target columns are learnt by one network, each with its own noise.
 
     Args:
         hidden_layer_sizes: widths of the hidden layers; () is a linear model.
@@ -34,6 +36,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         noise: "learn", or the standard deviation of the noise on the scale of y.
         rank: L.
         prior_precision: λ.
+        temperature: the likelihood is weighed by 1/temperature.
         learning_rate_init: α at the start. "auto" is 0.1, and does not fall in `partial_fit`.
         precision_learning_rate_init: β at the start. "auto" is 0.05 with a warm-up, unless the precision is slow.
         init_precision: d at the start. "auto" is 10, unless the precision is slow: for `fit` without `early_stopping`
@@ -78,6 +81,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         noise: float | str = "learn",
         rank: int = 4,
         prior_precision: Any = 1.0,
+        temperature: float = 1.0,
         learning_rate_init: float | str = "auto",
         precision_learning_rate_init: float | str = "auto",
         init_precision: Any = "auto",
@@ -102,6 +106,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
             activation,
             rank=rank,
             prior_precision=prior_precision,
+            temperature=temperature,
             learning_rate_init=learning_rate_init,
             precision_learning_rate_init=precision_learning_rate_init,
             init_precision=init_precision,
@@ -141,7 +146,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SLANGRegressor:
-        """One pass over more rows, with constant rates; the first rows given decide the scales.
+        """One pass over more rows, with constant rates; the first rows given decide the scales, so give some dozen.
 
         Args:
             X: rows.
@@ -149,7 +154,10 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
             sample_weight: as in `fit`.
         """
         with self._all_or_nothing():
+            first = not hasattr(self, "state_")
             self._partial_fit(X, y, sample_weight, {"multi_output": True, "y_numeric": True})
+            if first and self.standardize:
+                self._warn_of_made_up_scales(len(y))
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -181,6 +189,17 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         std = noise.variance.sqrt().cpu().numpy() * self.target_scale_.scale
         return float(std[0]) if self._one_column else std
 
+    def _warn_of_made_up_scales(self, rows: int) -> None:
+        noise = self._kept_noise()
+        if noise is not None and bool(noise.most.isinf().any()):
+            warnings.warn(
+                f"y does not vary among the {rows} rows of the first partial_fit, so the scale of the targets is not "
+                "known, and taken to be 1 from now on. Give some dozen rows with different targets first, or scale X "
+                "and y yourself and set standardize=False.",
+                UserWarning,
+                stacklevel=outside_frames(),
+            )
+
     def _shaped(self, values: Array) -> Array:
         return values[:, 0] if self._one_column else values
 
@@ -200,17 +219,33 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
     def _num_outputs(self) -> int:
         return len(self.target_scale_.mean)
 
+    def _labels(self, rows: Rows) -> Tensor | None:
+        return None
+
+    def _own_sizes(self) -> dict[str, Any]:
+        return super()._own_sizes() | {"noise": self._wanted_noise()}
+
+    def _wanted_noise(self) -> float | str:
+        """A standard deviation, or "learn"."""
+        if isinstance(self.noise, str) and self.noise == "learn":
+            return "learn"
+        hint = 'It is a standard deviation on the scale of y, or "learn".'
+        return _checks.number("noise", self.noise, 0.0, hint=hint)
+
     def _noise(self, rows: Rows) -> Noise | None:
-        # Rows are weighted here as in the scale, so that standardised targets have variance 1.
-        share = (rows.weights / rows.total).to(rows.y)
-        spread = float((share @ (rows.y - share @ rows.y).square()).mean()) or 1.0
-        if self.noise == "learn":
-            return Noise.unknown(spread, rows.y[0])
-        given = _checks.number(
-            "noise", self.noise, 0.0, hint='It is a standard deviation on the scale of y, or "learn".'
-        )
+        spread, wanted = self._spread(rows), self._wanted_noise()
+        if isinstance(wanted, str):
+            return Noise.unknown(spread)
         scale = torch.from_numpy(self.target_scale_.scale).to(rows.y)
-        return Noise((given / scale).square(), spread)
+        return Noise((wanted / scale).square(), spread)
+
+    def _spread(self, rows: Rows) -> Tensor:
+        """Variance of the targets as they are trained on, 0 where they were all alike, (K,)."""
+        # Rows are weighted here as in the scale, so that standardised targets have variance 1.
+        _, deviation = moments(rows.y.cpu().numpy(), rows.weights.numpy())
+        # What was rounding before it was scaled is rounding.
+        alike = is_rounding(deviation * self.target_scale_.scale, self.target_scale_.mean)
+        return torch.from_numpy(np.where(alike, 0.0, deviation) ** 2).to(rows.y)
 
     def _nll(self, draws: Tensor, y: Tensor, noise: Noise | None) -> Tensor:
         assert noise is not None

@@ -17,7 +17,7 @@ from slangvi import _checks
 from slangvi.distributions import Posterior
 from slangvi.errors import NumericalError
 from slangvi.grads.dense import batch_size, slice_batch
-from slangvi.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, likelihood_named
+from slangvi.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, check_several, likelihood_named
 from slangvi.linalg.noise import standard_normal
 from slangvi.predict._jacobians import Jacobians
 from slangvi.predict.samples import check_given, evaluating, spec_of
@@ -203,6 +203,7 @@ def _probabilities(
                 f"link='probit' is for one set of class logits per row, (n, C), got outputs {shape} of a "
                 f"{type(kind).__name__} likelihood. Use link='mc'."
             )
+        check_several(shape)
         return probit_softmax(mean, covariance)
     return _by_draws(kind, mean, covariance, shape, draws, generator)
 

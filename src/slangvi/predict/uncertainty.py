@@ -85,15 +85,20 @@ def _noise(kind: Gaussian, given: Any, noise_variance: float | Tensor | None, li
     noise = torch.as_tensor(noise_variance, dtype=like.dtype, device=like.device)
     if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
         raise ValueError(f"noise_variance must be finite and ≥ 0, got {noise_variance}.")
-    return noise
+    try:
+        return noise.expand(like.shape[1:])
+    except RuntimeError as error:
+        raise ValueError(
+            f"noise_variance must be a number, or broadcast to the predictions, {tuple(like.shape[1:])}, got shape "
+            f"{tuple(noise.shape)}. Give one number for each output, or reshape it."
+        ) from error
 
 
 def _of_means(samples: Tensor, noise: Tensor) -> Uncertainty:
     if len(samples) < 2:
         raise ValueError(f"a variance over draws needs S ≥ 2 samples, got {len(samples)}.")
     epistemic = samples.var(0)
-    aleatoric = noise.expand(epistemic.shape)
-    return Uncertainty(epistemic + aleatoric, aleatoric, epistemic)
+    return Uncertainty(epistemic + noise, noise, epistemic)
 
 
 def _of_probabilities(probs: Tensor) -> Uncertainty:

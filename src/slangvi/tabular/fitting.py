@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +24,7 @@ __all__ = ["Settings", "fit"]
 
 Array = NDArray[Any]
 Progress = Callable[[str, int, int], None]
-Found = Callable[[Target, Schema, int, int], None]
+Found = Callable[[Target, Schema, int, dict[str, int]], None]
 
 # Held-out predictions kept for the report, and rows kept with all their cells.
 KEPT, SHOWN, CELL = 5000, 20, 100
@@ -65,8 +66,8 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
         table: all columns and rows.
         settings: what to do.
         progress: called with a label, the epochs done and their number.
-        found: called before training with the target, what becomes of the columns, the rows used, and the rows left
-            out because they have no target.
+        found: called before training with the target, what becomes of the columns, the rows used, and what stands in
+            place of a target in rows that are left out, with counts.
 
     Raises:
         DataError: the table has nothing to learn from, or the network does not fit into memory.
@@ -76,22 +77,31 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
         raise DataError(f"there is no column {unknown[0]!r} to exclude. Columns are {list(table.columns)[:20]}.")
     if settings.target in settings.exclude:
         raise DataError(f"the target {settings.target!r} cannot be excluded.")
-    whole, counting = len(table), counters(table)
+    counting = counters(table)
     target, rows = find_target(table.without(settings.exclude), settings.target, settings.task)
+    left_out = _left_out(table, rows, settings.target)
     y, inputs = target.encode(rows), rows.without([settings.target])
     train, held = held_out(target, y, settings.seed)
     part = inputs.take(train.tolist())
     first = infer(part, counting)
     last = infer(inputs, counting) if settings.refit else first
     if found is not None:
-        found(target, last, len(rows), whole - len(rows))
+        found(target, last, len(rows), left_out)
     check_size([last.features, *settings.hidden, target.outputs], settings.rank, settings.device)
     model = _fitted(part, first, y[train], target, settings, progress, "four fifths")
     record = _judged(model, rows.take(held.tolist()), y[held], y[train])
     if settings.refit:
         model = _fitted(inputs, last, y, target, settings, progress, "all rows")
-    record |= {"rows": len(rows), "without_target": whole - len(rows), "settings": asdict(settings)}
+    record |= {"rows": len(rows), "without_target": sum(left_out.values()), "left_out": left_out}
+    record |= {"settings": asdict(settings)}
     return Model(model.schema, model.target, model.network, model.posterior, record)
+
+
+def _left_out(table: Table, rows: Table, name: str) -> dict[str, int]:
+    """Cells of the target in rows that are not used → how often, commonest first."""
+    used = set(rows.lines)
+    cells = (cell for line, cell in zip(table.lines, table.columns[name], strict=True) if line not in used)
+    return dict(Counter(cells).most_common())
 
 
 def _fitted(

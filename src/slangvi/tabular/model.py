@@ -19,7 +19,8 @@ from slangvi._files import put
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import DataError
 from slangvi.estimators._network import ACTIVATIONS, mlp, num_weights
-from slangvi.predict import decompose_uncertainty, functional_samples
+from slangvi.predict import decompose_uncertainty
+from slangvi.predict._chunks import drawn_in_chunks
 from slangvi.tabular.schema import Schema
 from slangvi.tabular.target import Target
 
@@ -27,8 +28,8 @@ __all__ = ["ABOUT", "WEIGHTS", "Classes", "Model", "Network", "Numbers", "load",
 
 FORMAT, VERSION = "slangvi tabular model", 1
 WEIGHTS, ABOUT = "model.safetensors", "model.json"
-# Numbers that draws of outputs for one chunk of rows may have, and bytes that a description may have.
-_CHUNK, _MOST = 1 << 22, 1 << 28
+# Bytes that a description may have.
+_MOST = 1 << 28
 _SAMPLES = 10_000
 _SPOILT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
@@ -140,12 +141,8 @@ class Model:
 
     def draws(self, inputs: Array) -> Iterator[Tensor]:
         """Outputs at draws of the weights, (S, m, C) for chunks of rows (n, D); the same draws for every row."""
-        module, x = self.network.module(), torch.from_numpy(inputs)
-        widest = max(self.network.outputs, *self.network.hidden, 1)
-        step = max(1, _CHUNK // (self.network.samples * widest))
-        for chunk in x.split(step):
-            generator = torch.Generator().manual_seed(self.network.seed)
-            yield functional_samples(module, self.posterior, chunk, self.network.samples, generator=generator)
+        net, x = self.network, torch.from_numpy(inputs)
+        return drawn_in_chunks(net.module(), self.posterior, x, net.samples, net.seed)
 
     def means(self, inputs: Array) -> Iterator[Tensor]:
         """Of a regression: means of the target at draws of the weights, (S, m) for chunks of rows."""

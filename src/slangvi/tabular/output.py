@@ -7,8 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from slangvi.tabular.cells import number_of
 from slangvi.tabular.model import Classes, Model
-from slangvi.tabular.schema import number_of
 
 __all__ = ["columns", "digits", "safe"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from slangvi.errors import DataError
+from slangvi.tabular.cells import number_of
 from slangvi.tabular.figures import figures
 from slangvi.tabular.model import Classes, Model, Numbers
 from slangvi.tabular.output import digits
-from slangvi.tabular.schema import number_of
 from slangvi.tabular.scores import LEVELS, coverages, readable
 
 __all__ = ["page"]

@@ -2,55 +2,45 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slangvi.errors import DataError
+from slangvi.estimators._data import is_rounding
+from slangvi.tabular.cells import advice, is_missing, is_no_number, numbers, short
 from slangvi.tabular.reading import Table
 
-__all__ = ["MAX_LEVELS", "Categorical", "Numeric", "Schema", "counters", "infer", "is_missing", "number_of"]
+__all__ = ["MAX_LEVELS", "Categorical", "Numeric", "Schema", "Unusual", "counters", "infer"]
 
 Array = NDArray[np.float64]
 
 MAX_LEVELS = 30  # of a categorical column that have a number of their own
 MAX_FEATURES = 10_000
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 # A column is numeric if so many of its cells that are not missing are numbers; the others then count as missing.
 _NUMBERS = 0.95
+# It was meant to be if so many are.
+_MOST = 0.5
 # Text with more different values than this share of the rows names rows and says nothing about others.
 _IDS = 0.5
 _FEW = 10
 _COUNTS = "it only counts the rows"
-_DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}\b")
-_SIGNED = re.compile(r"[^\w]*\d[\d.,'’ \u00a0\u202f]*[^\w]*")
-# Squares of larger numbers would overflow.
-_LARGEST = 1e100
 
 
-def is_missing(cell: str) -> bool:
-    """Whether a cell says that nothing is known."""
-    return cell.lower() in MISSING
+class Unusual(NamedTuple):
+    """Cells of a column that tell a model less than it expects.
 
-
-def number_of(cell: str) -> float | None:
-    """The number in a cell, if it is one: a decimal point, no thousands separators, finite.
-
-    Example:
-        >>> number_of("-1.5e3"), number_of("1,5"), number_of("1_000"), number_of("inf")
-        (-1500.0, None, None, None)
+    Args:
+        cells: how many.
+        what: they are, and what becomes of them.
     """
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if abs(value) <= _LARGEST and "_" not in cell else None
+
+    cells: int
+    what: str
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ class Numeric:
     Args:
         name: of the column.
         mean: over the rows it was learnt from.
-        scale: standard deviation over them, 1 if they are all alike.
+        scale: standard deviation over them, 1 if they are all alike, but for rounding.
         indicator: whether some of them were missing.
     """
 
@@ -77,14 +67,17 @@ class Numeric:
 
     def encode(self, cells: Sequence[str]) -> Array:
         """(n,) cells → (n, 1 or 2)."""
-        values = _numbers(cells)
+        values = numbers(cells)
         lost = np.isnan(values)
         scaled = np.where(lost, 0.0, (values - self.mean) / self.scale)
         return np.stack([scaled, lost.astype(np.float64)], 1) if self.indicator else scaled[:, None]
 
-    def unusual(self, cells: Sequence[str]) -> int:
-        """Cells that it has no number for, and had none of when it was learnt."""
-        return 0 if self.indicator else int(np.isnan(_numbers(cells)).sum())
+    def unusual(self, cells: Sequence[str]) -> Unusual:
+        """Cells that are neither numbers nor missing; missing ones too if there were none when it was learnt."""
+        odd = _odd(cells, numbers(cells))
+        missing = 0 if self.indicator else sum(map(is_no_number, cells))
+        words = [*["missing"] * bool(missing), *[f"no numbers, such as {short(odd[0])}," for _ in odd[:1]]]
+        return Unusual(len(odd) + missing, f"are {' or '.join(words)} and count as the mean")
 
 
 @dataclass(frozen=True)
@@ -111,10 +104,12 @@ class Categorical:
         picked = np.fromiter((place.get(cell, len(place)) for cell in cells), dtype=np.int64, count=len(cells))
         return np.eye(self.features)[picked]
 
-    def unusual(self, cells: Sequence[str]) -> int:
+    def unusual(self, cells: Sequence[str]) -> Unusual:
         """Cells of no known level."""
         known = set(self.levels)
-        return sum(cell not in known for cell in cells)
+        strange = [cell for cell in cells if cell not in known]
+        words = (f", such as {short(cell)}" for cell in strange if not is_missing(cell))
+        return Unusual(len(strange), f"are missing or of no level that the model knows{next(words, '')}")
 
 
 Column = Numeric | Categorical
@@ -154,12 +149,16 @@ class Schema:
                 f"the table has no column {', '.join(map(repr, absent[:5]))}{' …' * (len(absent) > 5)}, which the "
                 f"model was fitted with. Its columns are {', '.join(map(repr, list(table.columns)[:10]))}."
             )
-        return np.concatenate([column.encode(table.columns[column.name]) for column in self.columns], 1)
+        inputs, start = np.empty((len(table), self.features)), 0
+        for column in self.columns:  # into one array, not joined in the end, which would take twice the memory
+            inputs[:, start : start + column.features] = column.encode(table.columns[column.name])
+            start += column.features
+        return inputs
 
-    def unusual(self, table: Table) -> dict[str, int]:
-        """Column → cells that are missing or of an unknown level there, where there are any."""
-        counts = {column.name: column.unusual(table.columns[column.name]) for column in self.columns}
-        return {name: count for name, count in counts.items() if count}
+    def unusual(self, table: Table) -> dict[str, Unusual]:
+        """Column → cells that it can make little of, where there are any."""
+        found = {column.name: column.unusual(table.columns[column.name]) for column in self.columns}
+        return {name: unusual for name, unusual in found.items() if unusual.cells}
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -173,7 +172,7 @@ class Schema:
 
 def counters(table: Table) -> frozenset[str]:
     """Columns that only count the rows: 1, 2, 3, … in order, from wherever."""
-    return frozenset(name for name, cells in table.columns.items() if _counts(_numbers(cells)))
+    return frozenset(name for name, cells in table.columns.items() if _counts(numbers(cells)))
 
 
 def infer(table: Table, counting: Collection[str] = ()) -> Schema:
@@ -229,51 +228,54 @@ def _judged(name: str, cells: Sequence[str]) -> tuple[Column | None, str]:
     if not present:
         return None, "all of it is missing"
     if len(counts) == 1 and len(present) == len(cells):
-        return None, f"it is {_short(present[0])} in every row"
-    values = _numbers(cells)
+        return None, f"it is {short(present[0])} in every row"
+    values = numbers(cells)
     known = values[~np.isnan(values)]
-    if len(known) >= _NUMBERS * len(present):
-        return _numeric(name, cells, known, len(present) - len(known))
+    odd = _odd(cells, values)
+    if len(known) and len(known) >= _NUMBERS * (len(known) + len(odd)):
+        return _numeric(name, cells, known, odd)
+    mixed = _mixed(len(known), odd)
     if len(counts) > max(_FEW, _IDS * len(cells)):
-        return None, f"it has {len(counts)} different words in {len(cells)} rows{_advice(present[0])}"
+        return None, f"it has {len(counts)} different words in {len(cells)} rows{mixed or advice((odd or present)[0])}"
     levels = tuple(level for level, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:MAX_LEVELS])
     rest = len(counts) - len(levels)
-    return Categorical(name, levels), f"{rest} rarer levels are taken together" if rest else ""
+    return Categorical(name, levels), (f"{rest} rarer levels are taken together" * bool(rest) + mixed).removeprefix(
+        "; "
+    )
 
 
-def _advice(cell: str) -> str:
-    """What to do with dates and numbers that are told otherwise: 31.05.24, 5/31/2024 10:00; 1,5, 1 000, $5, 7 %."""
-    if _DATE.match(cell):
-        return "; if these are dates, put year, month or age into columns of their own"
-    like_a_number = len(cell) <= 40 and _SIGNED.fullmatch(cell)  # longer ones would take long to match
-    return "; if these are numbers, write them as 1234.5, without other signs" if like_a_number else ""
+def _odd(cells: Sequence[str], values: Array) -> list[str]:
+    """Cells that are neither numbers nor say that there is none; `values` are the numbers in them."""
+    return [cells[k] for k in np.flatnonzero(np.isnan(values)).tolist() if not is_no_number(cells[k])]
 
 
-def _numeric(name: str, cells: Sequence[str], known: Array, odd: int) -> tuple[Column | None, str]:
+def _mixed(known: int, odd: Sequence[str]) -> str:
+    """What to do with a column that is words by its minority."""
+    if not odd or known < _MOST * (known + len(odd)):
+        return ""
+    share = round(100 * known / (known + len(odd)))
+    examples = " and ".join(short(cell) for cell, _ in Counter(odd).most_common(2))
+    return (
+        f"; {share} % are numbers, and the others such as {examples}: write those as numbers, or "
+        "leave them empty, and it is a column of numbers"
+    )
+
+
+def _numeric(name: str, cells: Sequence[str], known: Array, odd: Sequence[str]) -> tuple[Column | None, str]:
     if len(known) == len(cells) and _counts(known):
         return None, _COUNTS
     mean, scale = float(known.mean()), float(known.std())
-    missing = len(cells) - len(known)
+    missing, alike = len(cells) - len(known), bool(is_rounding(scale, mean))
+    if alike and not missing:
+        return None, f"it is {short(cells[0])} in every row, but for rounding"
     told = f"{missing} missing values are set to the mean" if missing else ""
     if odd:
-        told += f", among them {odd} that are no numbers"
-    # Values that differ by rounding alone have nothing to tell.
-    usable = scale > 1e-12 * abs(mean) and math.isfinite(scale)
-    return Numeric(name, mean, scale if usable else 1.0, missing > 0), told
+        told += f", among them {len(odd)} that are no numbers, such as {short(odd[0])}"
+    return Numeric(name, mean, 1.0 if alike else scale, missing > 0), told
 
 
 def _counts(values: Array) -> bool:
     return len(values) > 2 and bool((np.diff(values) == 1.0).all())
-
-
-def _numbers(cells: Sequence[str]) -> Array:
-    """NaN where there is none."""
-    values = (math.nan if is_missing(cell) else number_of(cell) for cell in cells)
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
-
-
-def _short(cell: str) -> str:
-    return repr(cell if len(cell) <= 20 else cell[:19] + "…")
 
 
 def _column(plain: Mapping[str, Any]) -> Column:

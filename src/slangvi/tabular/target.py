@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slangvi.errors import DataError
+from slangvi.tabular.cells import CODES, is_no_number, number_of
 from slangvi.tabular.reading import Table
-from slangvi.tabular.schema import is_missing, number_of
 
 __all__ = ["Target", "find_target", "held_out"]
 
@@ -82,6 +82,7 @@ def find_target(table: Table, name: str, task: str | None = None) -> tuple[Targe
     r"""Decide what kind of prediction this is.
 
     Text, two different values, or at most ten different whole numbers are classes; other numbers are a regression.
+    Beside words, `none` or `unknown` are classes too; beside numbers they say that the target is missing.
 
     Args:
         table: all rows.
@@ -103,7 +104,7 @@ def find_target(table: Table, name: str, task: str | None = None) -> tuple[Targe
     if name not in table.columns:
         near = ", ".join(map(repr, list(table.columns)[:20]))
         raise DataError(f"there is no column {name!r} for --target. Columns are {near}.")
-    rows = table.take([k for k, cell in enumerate(table.columns[name]) if not is_missing(cell)])
+    rows = table.take(_told(table.columns[name]))
     spelt = _spelt(rows.columns[name])
     labels = set(spelt.values())
     if len(labels) < 2:
@@ -147,6 +148,18 @@ def held_out(target: Target, values: NDArray[Any], seed: int, share: float = 0.2
             "fewer classes, or use --task regression if they are numbers."
         )
     return np.setdiff1d(np.arange(len(values)), held), held
+
+
+def _told(cells: Sequence[str]) -> list[int]:
+    """Places of the cells that tell a target.
+
+    Example:
+        >>> _told(["none", "mild", "", "NA"]), _told(["none", "1.5", "", "NA"])
+        ([0, 1], [1])
+    """
+    words = any(number_of(cell) is None and not is_no_number(cell) for cell in cells)
+    missing = (lambda cell: cell.lower() in CODES) if words else is_no_number
+    return [k for k, cell in enumerate(cells) if not missing(cell)]
 
 
 def _guess(name: str, labels: list[str]) -> tuple[str, str]:

@@ -1,0 +1,73 @@
+"""Single cells: which are numbers, which say that nothing is known, and how they are told of."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["CODES", "advice", "is_missing", "is_no_number", "number_of", "numbers", "short"]
+
+Array = NDArray[np.float64]
+
+# What programs write where nothing is known.
+CODES = frozenset({"", "na", "n/a", "#n/a", "#na", "<na>", "nan", "nat", "?"})
+MISSING = CODES | {"null", "none"}
+# Beside numbers these say the same; beside words they may be words like others.
+_BESIDE_NUMBERS = frozenset({"-", "--", ".", "..", "n.a.", "unknown", "missing", "not available"})
+_NO_NUMBERS = MISSING | _BESIDE_NUMBERS | {"#div/0!", "#num!", "#ref!", "#value!"}
+_DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}\b")
+_SIGNED = re.compile(r"[^\w]*\d[\d.,'’ \u00a0\u202f]*[^\w]*")
+# Squares of larger numbers would overflow.
+_LARGEST = 1e100
+
+
+def is_missing(cell: str) -> bool:
+    """Whether a cell says that nothing is known."""
+    return cell.lower() in MISSING
+
+
+def is_no_number(cell: str) -> bool:
+    """Whether a cell says that there is no number, where others are numbers.
+
+    Example:
+        >>> is_no_number("unknown"), is_missing("unknown"), is_no_number("1,5")
+        (True, False, False)
+    """
+    return cell.lower() in _NO_NUMBERS
+
+
+def number_of(cell: str) -> float | None:
+    """The number in a cell, if it is one: a decimal point, no thousands separators, finite.
+
+    Example:
+        >>> number_of("-1.5e3"), number_of("1,5"), number_of("1_000"), number_of("inf")
+        (-1500.0, None, None, None)
+    """
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if abs(value) <= _LARGEST and "_" not in cell else None
+
+
+def numbers(cells: Sequence[str]) -> Array:
+    """All of them, NaN where there is none, (n,)."""
+    values = (math.nan if is_missing(cell) else number_of(cell) for cell in cells)
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def short(cell: str) -> str:
+    """A cell in a message."""
+    return repr(cell if len(cell) <= 20 else cell[:19] + "…")
+
+
+def advice(cell: str) -> str:
+    """What to do with dates and numbers that are told otherwise: 31.05.24, 5/31/2024 10:00; 1,5, 1 000, $5, 7 %."""
+    if _DATE.match(cell):
+        return "; if these are dates, put year, month or age into columns of their own"
+    like_a_number = len(cell) <= 40 and _SIGNED.fullmatch(cell)  # longer ones would take long to match
+    return "; if these are numbers, write them as 1234.5, without other signs" if like_a_number else ""
