@@ -135,6 +135,7 @@ def in_two_places(
             assert path.read_text() == other.read_text(), path.name
         if path.suffix == ".json":
             told, made = (json.loads(each.read_text())["cells"] for each in (path, other))
+            assert all({"device", "python", "torch"} <= facts.keys() for facts in told.values())
             assert {name: facts["fingerprint"] for name, facts in told.items()} == {
                 name: facts["fingerprint"] for name, facts in made.items()
             }

@@ -210,6 +210,20 @@ def test_a_clone_goes_on_where_the_table_is(experiment, computed, settings):
         assert all(np.array_equal(kept[name].covariance, made[name].covariance) for name in made)
 
 
+def test_cells_of_an_old_table_are_said_to_be_of_its_machine(computed, settings):
+    one = replace(settings, methods=("mf_exact",))
+    about = logreg.run(replace(one, datasets=("breast_cancer",))).files[-1]
+    told = json.loads(about.read_text()) | {"device": "another machine"}
+    for facts in told["cells"].values():
+        del facts["device"]
+    about.write_text(json.dumps(told))
+    shutil.rmtree(settings.cells)
+    logreg.run(replace(one, datasets=("a1a",)))
+    found = {label: facts["device"] for label, facts in json.loads(about.read_text())["cells"].items()}
+    assert found["breast_cancer mf_exact"] == "another machine"
+    assert found["a1a mf_exact"] != "another machine"
+
+
 def test_a_table_that_is_gone_is_missed_by_name(computed, settings):
     one = replace(settings, methods=("mf_exact",))
     logreg.run(replace(one, datasets=("breast_cancer",)))

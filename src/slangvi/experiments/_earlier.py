@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slangvi._environment import PLATFORM
 from slangvi.experiments._cells import Cell
 from slangvi.experiments._results import Posterior, Row, read_about, read_posteriors, read_table
 
@@ -42,7 +43,9 @@ class Earlier:
         self._places = {label: place for place, label in enumerate(prints)}
         # Settings that are no longer searched go with what was chosen from them.
         mine |= {label for label in set(told.get("cells", ())) - set(prints) if _owner(label) in map(_owner, mine)}
-        self.cells = {label: facts for label, facts in told.get("cells", {}).items() if label not in mine}
+        # Cells that do not say where they were computed are of the run that told of them.
+        place = {name: told[name] for name in PLATFORM if name in told}
+        self.cells = {label: place | facts for label, facts in told.get("cells", {}).items() if label not in mine}
         same = _what(told["settings"]) == _what(common)
         # Cells from a time when fingerprints were not told are judged by what all of them share.
         made = {

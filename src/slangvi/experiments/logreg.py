@@ -39,9 +39,9 @@ The authors used a copy of USPS, resampled, that is not published. On the standa
 the distances are compared: each method's value minus that of `full_exact`. ✓ means that it differs from the paper's by
 at most 15 %, or by the rounding of the two printed numbers.
 
-`full_ef` and `full_hess` are trained in float32 here, all else in float64, and all is measured in float64. After 300
-epochs on four splits, with the same minibatches and draws, metrics in float32 and float64 agreed to five digits, and
-the divergence between the two Gaussians was below 2e-8.
+`full_ef` and `full_hess` are trained in float32 here, all else in float64, and all is measured in float64. The same
+10,000 epochs in float64 gave the same means to four digits or more: a KL of 2.70251 for `full_ef` in both, and 0.009141
+for `full_hess`.
 """
 
 
