@@ -42,12 +42,13 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One training run: rates, prior and length for SLANG, rate for Adam."""
+    """One training run: rates, whether they fall to zero, prior and length for SLANG, rate for Adam."""
 
     hidden: int
     rank: int
     lr: float
     precision_lr: float
+    falls: bool
     prior_precision: float
     mc_samples: int
     epochs: int
@@ -56,8 +57,8 @@ class Setting:
     adam_epochs: int
 
 
-CUBIC = Setting(20, 5, 0.3, 0.03, 0.03, 4, 1200, 30, 1e-2, 2000)
-PATIENTS = Setting(50, 4, 0.02, 0.02, 1.0, 2, 100, 32, 3e-3, 100)
+CUBIC = Setting(20, 5, 0.3, 0.03, False, 0.03, 4, 1200, 30, 1e-2, 2000)
+PATIENTS = Setting(50, 4, 0.02, 0.02, True, 1.0, 2, 100, 32, 3e-3, 100)
 NOISE = 3.0
 TEST_DRAWS = 256
 
@@ -171,6 +172,8 @@ def _train_both(
         prior_precision=setting.prior_precision,
         generator=generator,
     )
+    steps = epochs * -(-len(data.x_train) // setting.batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(slang, steps) if setting.falls else None
     for epoch in range(epochs):
         for x, y in _batches(data, setting.batch, generator):
             for _ in range(setting.mc_samples):
@@ -178,6 +181,8 @@ def _train_both(
                     slang.zero_grad()
                     loss(network(x), y).backward()
             slang.step()
+            if schedule is not None:
+                schedule.step()
         progress(f"{label}: SLANG", epoch + 1, epochs)
     twin = _network(data.x_train.shape[1], setting.hidden, outputs, seed)
     adam = torch.optim.Adam(twin.parameters(), lr=setting.adam_lr)
