@@ -116,9 +116,9 @@ BAD = [
     (torch.ones(3, 2), torch.tensor([0, 0]), ValueError, r"got \(3, 2\) and \(2,\)"),
     (torch.ones(3, 2), torch.tensor([[0], [0], [0]]), ValueError, r"got \(3, 2\) and \(3, 1\)"),
     (torch.ones(0, 2), torch.zeros(0, dtype=torch.long), ValueError, "n ≥ 1"),
-    (torch.ones(2, 2), torch.tensor([0, 2]), ValueError, r"labels 0…1 .*got values from 0 to 2"),
-    (torch.ones(2, 2), torch.tensor([-1, 0]), ValueError, r"got values from -1 to 0"),
-    (torch.ones(2, 2), torch.tensor([0.0, 1.0]), TypeError, "integer class labels"),
+    (torch.full((2, 2), 0.5), torch.tensor([0, 2]), ValueError, r"labels 0…1 .*got values from 0 to 2"),
+    (torch.full((2, 2), 0.5), torch.tensor([-1, 0]), ValueError, r"got values from -1 to 0"),
+    (torch.full((2, 2), 0.5), torch.tensor([0.0, 1.0]), TypeError, "integer class labels"),
 ]
 
 
@@ -392,3 +392,13 @@ def test_nothing_to_score_is_refused_rather_than_nan():
 def test_draws_that_are_none_are_named(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_probabilities_add_up_to_one(dtype):
+    """Sigmoids of several outputs, or one probability of two classes, are no distribution over classes."""
+    labels, good = torch.tensor([0, 1]), torch.tensor([[0.7, 0.3], [0.4, 0.6]], dtype=dtype)
+    assert metrics.nll(good, labels) > 0
+    for bad, told in ((good * 0.5, "0.5"), (good[:, :1], "0.4")):
+        with pytest.raises(ValueError, match=rf"add up to 1 over the classes.*got sums from {told}.*\(1 - p, p\)"):
+            metrics.predictive_entropy(bad)

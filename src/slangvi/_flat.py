@@ -184,6 +184,9 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
                 f"state_dict was made with {name}={said!r}, this optimizer has {name}={word!r}, under which its "
                 f"numbers mean something else. Build the optimizer with {name}={said!r}."
             )
+    unknown = packed["tensors"].keys() - dict(tensors_of(state)).keys()
+    if unknown:
+        raise ValueError(f"state_dict has a tensor {min(unknown)!r} that this method does not know: it is damaged.")
     for name, value in tensors_of(state):
         found = packed["tensors"].get(name)
         if found is None or found.shape != value.shape or found.dtype != value.dtype:

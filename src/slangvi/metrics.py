@@ -328,6 +328,13 @@ def _check_probs(probs: Tensor) -> None:
     _checks.tensors(probs=probs)
     if not bool(((probs >= 0) & (probs <= 1 + 1e-4)).all()):
         raise ValueError("probs must lie in [0, 1], got values outside or NaN. Pass probabilities, not logits.")
+    total = probs.sum(-1, dtype=torch.float64)
+    off = (total - 1).abs().amax() if total.numel() else 0.0
+    if off > (1e-3 if probs.dtype in (torch.float32, torch.float64) or not probs.is_floating_point() else 0.05):
+        raise ValueError(
+            f"probs must add up to 1 over the classes, the last dimension, got sums from {float(total.min()):.3g} to "
+            f"{float(total.max()):.3g}. For one probability p of two classes pass (1 - p, p)."
+        )
 
 
 def _like(probs: Tensor, found: Tensor) -> Tensor:

@@ -195,6 +195,17 @@ def test_loading_inside_a_block_is_refused():
     assert not opt._sampling
 
 
+def test_a_state_with_more_than_a_state_is_refused_before_anything_changes():
+    model, x, y = model_and_data()
+    opt = train(make(model), x, y, steps=1)
+    saved = opt.state_dict()
+    saved["slangvi"]["tensors"] = saved["slangvi"]["tensors"] | {"extra": torch.ones(1)}
+    saved["param_groups"] = [saved["param_groups"][0] | {"lr": 9.0}]
+    with pytest.raises(ValueError, match="has a tensor 'extra' that this method does not know"):
+        opt.load_state_dict(saved)
+    assert opt.param_groups[0]["lr"] == 0.1
+
+
 def test_a_prior_that_is_changed_in_place_counts_at_once():
     model, x, y = model_and_data()
     number, tensor = {"*": 1.0}, torch.ones(43, dtype=torch.float64)
