@@ -128,7 +128,8 @@ def init(params: Params, rates: Any = 0.05) -> State:
     Args:
         params: name → tensor; those of two dimensions or more are weights (out, in, ...), whose inputs are dropped.
         rates: p, the probability of dropping an input: a number for all weights, those of the first layer included,
-            or a dict of names or globs; 0 ≤ p < 1. Tables of an `nn.Embedding` are no such weights: give them 0.
+            or a dict of names or globs; 0 ≤ p < 1. Tables of an `nn.Embedding`, weights of transposed or grouped
+            convolutions and norms over several dimensions do not have inputs in their second dimension: give them 0.
     """
     spec, loc = flat_start(params)
     return _fresh(spec, loc, _masks.rates_of(rates, spec))
@@ -357,7 +358,7 @@ class MCDropout(AdamOptimizer[State, Info]):
         params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
         num_data: N, examples in the training set.
         rates: p, the probability of dropping an input: a number for all weights of two dimensions or more, or a dict of
-            names or globs. Read once, when a group is added.
+            names or globs; see `init` for those to give 0. Read once, when a group is added.
         prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
         decay: "gal" or "kl", see the module's docstring.
         options: lr (1e-3), betas and eps of Adam, and mc_samples, temperature, loss_reduction, accumulation_steps,
