@@ -16,6 +16,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
+    "sphinx-mathjax-offline",  # formulas are shown without a network too
 ]
 exclude_patterns = ["_build", "_performance_notes.md", "_results_notes.md"]
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
