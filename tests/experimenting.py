@@ -118,7 +118,7 @@ def page_of(name, out, folder):
     return page.read_text(), pictures
 
 
-def in_two_places(
+def assert_alike_in_two_places(
     experiment: ModuleType, settings: Settings, first: Mapping[str, Any], second: Mapping[str, Any]
 ) -> tuple[Path, Path]:
     """Run a part of a table, then another in a clone, which has no cells: all is as if they had been kept."""

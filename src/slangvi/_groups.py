@@ -53,17 +53,18 @@ class GroupValues:
         values = [b if b is not None else a for a, b in zip(self._each("lr"), own, strict=True)]
         return self._rate("precision_lr", values, 1.0, step=step)
 
-    def ages(self, step: int, memory: float | Tensor) -> Tensor | None:
-        """Which step of its own every entry is about to take, (P,); None where that makes no difference any more.
+    def ages(self, step: int) -> Tensor | None:
+        """Which step of its own every entry is about to take, (P,); None where that makes no difference (any more).
 
         Args:
             step: of the whole run, counted from 1.
-            memory: γ, or the largest factor by which averages that begin at zero decay.
         """
         own = self._own_steps(step)
-        if memory ** min(own) < 0.1 * torch.finfo(self.like.dtype).eps or min(own) == step:
+        if min(own) == step:
             return None
-        return self.spec.expand(own, self.like)
+        memory = max(max(group.get("betas", (group.get("momentum", 0.0),))) for group in self.groups)
+        faded = memory ** min(own) < 0.1 * torch.finfo(self.like.dtype).eps
+        return None if faded else self.spec.expand(own, self.like)
 
     def _own_steps(self, step: int) -> list[int]:
         """The number of the step, counted from when a group was added, once for every parameter tensor."""

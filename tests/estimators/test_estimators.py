@@ -302,7 +302,8 @@ def test_a_stream_that_begins_without_spread_is_told_and_does_not_become_sure(fi
 
 
 def test_streams_that_are_not_scaled_may_begin_without_spread():
-    regressor(standardize=False).partial_fit(INPUTS[:1], Y[:1])
+    model = regressor(standardize=False).partial_fit(INPUTS[:1], Y[:1])  # without a warning
+    assert np.isfinite(model.predict(INPUTS)).all()
 
 
 def test_partial_fits_of_targets_with_the_number_of_rows_told():

@@ -203,7 +203,7 @@ def test_a_clone_without_cells_loses_nothing(computed, settings):
 def test_a_clone_goes_on_where_the_table_is(experiment, computed, settings):
     methods = experiment.METHODS[:1]
     first, second = ({"datasets": (name,), "methods": methods} for name in ("usps_3vs5", "breast_cancer"))
-    whole, parts = experimenting.in_two_places(experiment, settings, first, second)
+    whole, parts = experimenting.assert_alike_in_two_places(experiment, settings, first, second)
     if experiment is logreg:
         kept, made = (read_posteriors(folder / "logreg-posteriors.npz") for folder in (parts, whole))
         assert kept.keys() == made.keys()

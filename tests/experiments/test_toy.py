@@ -274,7 +274,7 @@ def test_a_method_alone_comes_with_the_reference(settings):
 
 
 def test_a_clone_goes_on_where_the_table_is(settings):
-    experimenting.in_two_places(toy, settings, {"methods": ("bbb",)}, {"methods": ("slang_1",)})
+    experimenting.assert_alike_in_two_places(toy, settings, {"methods": ("bbb",)}, {"methods": ("slang_1",)})
 
 
 def test_what_is_not_the_reference_is_measured_by_it():

@@ -254,7 +254,7 @@ def test_a_shorter_run_does_not_replace_a_longer_one(settings):
 
 
 def test_a_clone_goes_on_where_the_table_is(settings):
-    experimenting.in_two_places(
+    experimenting.assert_alike_in_two_places(
         uci, settings, *({"datasets": (name,), "methods": ("bbb",)} for name in ("yacht", "boston"))
     )
 

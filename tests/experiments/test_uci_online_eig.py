@@ -142,7 +142,9 @@ def test_another_set_has_no_trace_and_loses_none(done):
 
 
 def test_a_clone_goes_on_where_the_table_is(settings):
-    experimenting.in_two_places(uci_online_eig, settings, {"datasets": ("energy",)}, {"datasets": ("boston",)})
+    experimenting.assert_alike_in_two_places(
+        uci_online_eig, settings, {"datasets": ("energy",)}, {"datasets": ("boston",)}
+    )
 
 
 def test_without_its_set_the_figure_is_left_out(settings, tmp_path):

@@ -187,11 +187,11 @@ def test_averages_are_corrected_by_the_age_of_each_entry():
     opt = make(model, params=list(model[2].parameters()))
     train(opt, x, y, steps=4)
     opt.add_param_group({"params": list(model[0].parameters())})
-    ages = opt._hyper.ages(5, 0.9)
+    ages = opt._hyper.ages(5)
     assert ages[:18].unique().tolist() == [5.0]
     assert ages[18:].unique().tolist() == [1.0]
-    assert opt._hyper.ages(1000, 0.9) is None  # by then all are 1 to the last digit
-    assert make(model)._hyper.ages(1, 0.9) is None
+    assert opt._hyper.ages(1000) is None  # by then all are 1 to the last digit
+    assert make(model)._hyper.ages(1) is None
 
 
 @pytest.mark.parametrize("name", CLASSES)

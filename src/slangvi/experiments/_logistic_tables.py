@@ -33,10 +33,8 @@ __all__ = [
     "Computed",
     "Finished",
     "Outcome",
-    "compared",
     "compute",
     "finished",
-    "known",
     "main_recipe",
     "metric_rows",
     "posteriors",
@@ -110,6 +108,7 @@ def compute(
     settings: Settings,
     progress: Progress,
     besides: Sequence[Cell] = (),
+    train: bool = True,
 ) -> Computed:
     """Compute the chosen cells of a table, and return all of its cells that are finished.
 
@@ -120,40 +119,19 @@ def compute(
         settings: what was chosen.
         progress: told what happens.
         besides: cells to compute that are not of the table, where their data set is chosen.
+        train: whether anything is computed; if not, this only says what is there.
     """
-    datasets = choose("dataset", settings.datasets, table[0])
+    datasets = choose("dataset", settings.datasets, table[0]) if train else ()
     methods = choose("method", settings.methods, table[1])
     wanted = [*plan(recipe, datasets, methods), *(cell for cell in besides if cell.dataset in datasets)]
-    earlier = compared(name, recipe, table, settings, wanted, besides)
+    about, every = settings.out / f"{name}.json", plan(recipe, *table)
+    refuse_shorter(about, recipe.epochs, _most_splits(recipe))
+    there = (cell for cell, _ in finished([*every, *besides], settings.cells))
+    earlier = Earlier(about, _told(recipe), [*every, *besides], [*wanted, *there])
     require_data(datasets)
     run_cells(wanted, settings.cells, jobs=settings.jobs, force=settings.force, progress=progress)
-    return known(recipe, table, settings, earlier, besides)
-
-
-def compared(
-    name: str,
-    recipe: Recipe,
-    table: tuple[Sequence[str], Sequence[str]],
-    settings: Settings,
-    wanted: Sequence[Cell] = (),
-    besides: Sequence[Cell] = (),
-) -> Earlier:
-    """What a run that computes the wanted cells keeps of earlier results; refused if it is the shorter one."""
-    about, every = settings.out / f"{name}.json", [*plan(recipe, *table), *besides]
-    refuse_shorter(about, recipe.epochs, _most_splits(recipe))
-    return Earlier(about, _told(recipe), every, [*wanted, *(cell for cell, _ in finished(every, settings.cells))])
-
-
-def known(
-    recipe: Recipe,
-    table: tuple[Sequence[str], Sequence[str]],
-    settings: Settings,
-    earlier: Earlier,
-    besides: Sequence[Cell] = (),
-) -> Computed:
-    """What is finished here, which counts more than what earlier results say, and these."""
-    cells, more = (finished(each, settings.cells) for each in (plan(recipe, *table), besides))
-    earlier.forget(cell for cell, _ in (*cells, *more))
+    cells, more = (finished(each, settings.cells) for each in (every, besides))
+    earlier.forget(cell for cell, _ in (*cells, *more))  # what is finished here counts more
     return Computed(cells, more, earlier)
 
 

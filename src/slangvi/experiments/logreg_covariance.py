@@ -11,7 +11,7 @@ import numpy as np
 
 from slangvi.experiments import _logistic, _pages, logreg
 from slangvi.experiments._logistic_cells import Recipe
-from slangvi.experiments._logistic_tables import Outcome, compared, compute, known, main_recipe, posteriors, save
+from slangvi.experiments._logistic_tables import Outcome, compute, main_recipe, posteriors, save
 from slangvi.experiments._results import (
     Posterior,
     Row,
@@ -48,12 +48,11 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     methods = choose("method", settings.methods, METHODS)
     wanted = [f"{dataset}/{method}" for dataset in datasets for method in methods]
     found, table = _kept(settings, recipe), (DATASETS, METHODS)
-    if settings.force or not found.keys() >= set(wanted):
-        done = compute(NAME, recipe, table, settings, progress)
+    missing = settings.force or not found.keys() >= set(wanted)
+    done = compute(NAME, recipe, table, settings, progress, train=missing)
+    if missing:
         found |= posteriors(done.cells)
         write_posteriors(settings.out / POSTERIORS, found)
-    else:
-        done = known(recipe, table, settings, compared(NAME, recipe, table, settings))
     every = [f"{dataset}/{method}" for dataset in DATASETS for method in METHODS]
     rows = bias_rows({name: found[name] for name in every if name in found})
     outcome = save(NAME, rows, done, recipe, settings, start, keep_splits=False, keep_posteriors=False)

@@ -171,9 +171,6 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
         gradients = torch.stack([group.sum(self._spec, like) for group in groups])
         drawn = torch.stack([group.drawn.to(like) for group in groups if group.drawn is not None])
         betas, eps = self._hyper.adam()
-        step = self._state.step + 1
-        longest = max(float(beta.max()) if isinstance(beta, Tensor) else beta for beta in betas)
-        ages = self._hyper.ages(step, longest)
         return self._advance_sums(
             gradients,
             drawn,
@@ -182,7 +179,7 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
             lr=self._hyper.lr(),
             betas=betas,
             eps=eps,
-            ages=ages,
+            ages=self._hyper.ages(self._state.step + 1),
         )
 
     def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> SumCapture:

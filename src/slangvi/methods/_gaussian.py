@@ -225,14 +225,9 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
         hyper, size = self._hyper, self.settings.num_data / self.settings.temperature
         gradients = FactoredGradients(self._spec, rows, self.rank, self._state.loc, self._routes)
         alpha, beta = hyper.lr(), hyper.precision_lr(self._warming_step)
-        gamma = hyper.momentum()
-        rates = {"lr": alpha, "precision_lr": beta, "momentum": gamma, "ages": self._ages(gamma)}
+        rates = {"lr": alpha, "precision_lr": beta, "momentum": hyper.momentum()}
+        rates |= {"ages": hyper.ages(self._state.step + 1)}
         return self._update(self._state, gradients, num_data=size, prior=hyper.prior(), **rates)
-
-    def _ages(self, momentum: float | Tensor) -> Tensor | None:
-        """Steps of their own that entries are about to take, where some joined later."""
-        longest = float(momentum.max()) if isinstance(momentum, Tensor) else momentum
-        return self._hyper.ages(self._state.step + 1, longest)
 
     @property
     def _warming_step(self) -> int | None:

@@ -234,7 +234,7 @@ class Captured(ABC):
     def widen(self, values: Tensor, vectors: Tensor) -> Widened:
         """The new precision, from the eigenpairs."""
         diag, squares = self.state[1], self.squares
-        return widen(diag, self.observed, values, vectors, self.weight, self.prior, self.rates, squares)
+        return widen(diag, self.observed, values, vectors, self.prior, self.rates, squares)
 
     def _keep(self, loc: Tensor, momentum: Tensor, widened: Widened) -> None:
         for row, value in enumerate((loc, widened.precision.diag, momentum)):

@@ -207,7 +207,7 @@ class ReplayingOptimizer(GaussianOptimizer[StateT, InfoT]):
         alpha, momentum, prior = hyper.lr().value, hyper.momentum(), hyper.prior()
         tied = hyper.precision_lr(self._warming_step)
         beta = alpha if tied is None else tied.value
-        if self._ages(momentum) is not None:  # for some steps after a group was added
+        if hyper.ages(step) is not None:  # for some steps after a group was added
             return None
         if isinstance(alpha, Tensor) or isinstance(beta, Tensor) or isinstance(momentum, Tensor):
             self._warnings.of_different_groups()

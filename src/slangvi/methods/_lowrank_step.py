@@ -135,7 +135,7 @@ def propose(
         prior: λ and μ₀.
         rates: of this step.
     """
-    widened = widen(diag, observed, values, vectors, weight, prior, rates)
+    widened = widen(diag, observed, values, vectors, prior, rates)
     return shift(loc, momentum, observed, widened, weight, prior, rates)
 
 
@@ -160,7 +160,6 @@ def widen(
     observed: Observed,
     values: Tensor,
     vectors: Tensor,
-    weight: float | Tensor,
     prior: Prior,
     rates: Rates,
     old_squares: Tensor | None = None,
