@@ -19,7 +19,7 @@ from slangvi.experiments._learners import LEARNERS
 from slangvi.experiments._regression import batches, network, scores, side_by_side, starts
 from slangvi.experiments._results import Row, read_rows
 from slangvi.experiments._settings import Settings
-from slangvi.experiments._task import Cosine, Task
+from slangvi.experiments._task import FALLS, Cosine, Task
 from slangvi.experiments._uci_pages import verdict
 from slangvi.experiments.paper import Printed, printed
 
@@ -104,10 +104,11 @@ def test_low_ranks_are_those_of_a_single_run(method, module):
         lambda params, batch: job.log_likelihood(params, batch, job.tau[0]),
         num_data=38,
         rank=1,
-        lr=Cosine(s["lr"], 4),
-        precision_lr=Cosine(s["precision_lr"], 4),
+        lr=job.rate("lr"),
+        precision_lr=job.rate("precision_lr"),
+        precision_warmup=s["precision_warmup"],
         prior_precision={"*.bias": 1e-6, "*": 1.0},
-        init_precision=s["init_precision"],
+        init_precision=job.init_precision[0],
         mc_samples=s["mc_samples"],
     )
     state = vi.init({name: value[0] for name, value in job.starts(0).items()})
@@ -212,14 +213,17 @@ def test_the_rate_falls_along_a_half_cosine():
     assert rate(1) == pytest.approx(0.4 * (1 + np.cos(np.pi / 10)) / 2)
 
 
-@pytest.mark.parametrize(("steps", "lr"), [(100, 0.1), (10_000, 0.026)])
+@pytest.mark.parametrize(("steps", "lr"), [(100, 0.4), (10_000, 0.104)])
 def test_all_networks_move_as_far_whatever_the_number_of_steps(steps, lr):
     job, _ = task(steps=steps)
     assert job.rate("lr").lr == pytest.approx(lr)
-    assert job.rate("precision_lr").lr == pytest.approx(lr / 3)
+    assert job.rate("precision_lr").lr == pytest.approx(10 / steps)
     assert job.rate("adam_lr").lr == uci.ADAM_LR
     total = sum(job.rate("lr")(t) for t in range(1, steps + 1))
-    assert total == pytest.approx(min(uci.TOTAL, 0.05 * steps), rel=0.02)
+    assert total == pytest.approx(min(uci.TOTAL, 0.2 * steps), rel=0.02)
+    even, _ = task(steps=steps, lr=0.1, precision_lr=0.03, total=130.0)
+    assert even.rate("precision_lr").lr == pytest.approx(0.3 * even.rate("lr").lr)
+    assert even.rate("lr").lr == pytest.approx(lr / 4)
 
 
 def test_the_noise_falls_to_its_own_and_never_rises():
@@ -306,7 +310,7 @@ def test_recipes_are_judged_on_data_held_out_of_the_training_part(settings, monk
     seen = []
     real = _uci_cells.standardise
     monkeypatch.setattr(_uci_cells, "standardise", lambda data, pair: seen.append(pair) or real(data, pair))
-    outcome = uci_stability.run(replace(settings, datasets=("boston",), methods=("ours", "cold")))
+    outcome = uci_stability.run(replace(settings, datasets=("boston",), methods=("noise_falls", "cold")))
     data = regressing.tiny()
     assert len(seen) == 2 * 2
     for k, pair in enumerate(seen):
@@ -314,7 +318,7 @@ def test_recipes_are_judged_on_data_held_out_of_the_training_part(settings, monk
         assert set(pair.train.tolist()) | set(pair.test.tolist()) == train
     assert [row.metric for row in outcome.rows] == ["validation_rmse"] * 2 + ["validation_log_likelihood"] * 2
     text, _ = uci_stability.section(settings.out, tmp_path)
-    assert "| ours | ≤ 0.1 | ≤ 0.033 | 10 | ✓ | α, β | ✓ |" in text
+    assert "| noise_falls | ≤ 0.1 | ≤ 0.033 | 10 | ✓ | α, β | ✓ |" in text
     assert "| cold | 0.05 | 0.02 | 10 |  | α, β |  |" in text
 
 
@@ -335,9 +339,9 @@ def test_a_recipe_is_what_the_learner_is_given(name, monkeypatch):
         assert (seen[rate].lr if falls else seen[rate]) == (10 / 200 if expected == "slow" else expected)
 
 
-def test_ours_is_what_the_table_uses():
-    common, recipe = uci.chosen(Settings()), uci_stability.RECIPES["ours"]
-    assert (common["lr"], common["precision_lr"], common["init_precision"]) == recipe[:3]
-    # The defaults of the learner, and the rest.
-    assert recipe[3:] == (True, ("lr", "precision_lr"), common["total"], common["noise_start"])
+def test_slow_is_what_the_table_uses():
+    common, recipe = uci.chosen(Settings()), uci_stability.RECIPES["slow"]
+    names = ("lr", "precision_lr", "init_precision", "precision_warmup")
+    assert tuple(common[name] for name in names) == recipe[:4]
+    assert recipe[4:] == (FALLS[:2], common["total"], common["noise_start"])  # what falls is the learner's default
     assert uci_stability._plain(recipe)["noise_fall"] == common["noise_fall"]

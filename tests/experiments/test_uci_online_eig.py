@@ -56,7 +56,7 @@ def test_cells_differ_from_the_first_table_in_method_and_rates():
     (ours,) = uci.plan(uci_online_eig.chosen(Settings()), ["boston"], ["online_eig_1"], uci.chosen(Settings()))
     assert first.group == ours.group
     borrowed = {"evaluations": 0, "points_of": "slang_1"}
-    assert dict(first.settings) | {"lr": 0.02, "precision_lr": 0.001} | borrowed == ours.settings
+    assert dict(first.settings) | uci_online_eig.OWN | borrowed == ours.settings
     (lender,) = ours.needs
     assert (lender.label, lender.fingerprint) == (first.label, first.fingerprint)
     assert set(uci_online_eig.METHODS) | set(uci_online_eig.DRAWN_METHODS) <= set(LEARNERS)
@@ -67,7 +67,7 @@ def test_cells_of_the_figure_have_names_and_rates_of_their_own():
     labels = {cell.label for cell in (*cells, *uci.plan(uci.chosen(Settings()), ["energy"], LEARNERS))}
     assert len(labels) == len(cells) + len(LEARNERS)
     rates = {cell.settings["learner"]: (cell.settings["lr"], cell.settings["precision_lr"]) for cell in cells}
-    assert rates["slang_1"] == (uci.LR, uci.PRECISION_LR)
+    assert rates["slang_1"] == (uci.LR, "slow")
     assert {rates[f"online_eig_{rank}"] for rank in (1, 2, 5)} == {(0.02, 0.001)}
 
 

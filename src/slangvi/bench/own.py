@@ -18,7 +18,8 @@ __all__ = ["COMPILED", "COMPILED_LOOP", "FUNCTIONAL", "LOOP", "compiled", "compi
 FUNCTIONAL, COMPILED = "slang functional", "slang functional, compiled"
 LOOP, COMPILED_LOOP = "slang optimizer", "slang optimizer, compiled"
 _LARGE = 3_000_000
-_RATES: dict[str, Any] = {"lr": 0.002, "init_precision": 1e4}  # the paper's schedule after a thousand steps
+# The paper's schedule after a thousand steps, when no precision is warming up any more.
+_RATES: dict[str, Any] = {"lr": 0.002, "init_precision": 1e4, "precision_warmup": False}
 
 
 def functional(problem: Problem, rank: int, name: str = FUNCTIONAL, **options: Any) -> Contender:

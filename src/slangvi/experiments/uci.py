@@ -29,13 +29,13 @@ BORROWERS = {"slang_8": "slang_1", "slang_32": "slang_1", "online_eig_1": "slang
 COLUMNS = (*METRICS, "log_tau", "log_lambda")
 # Raised when the same settings would give other numbers.
 EDITION = 2
-# At the start, for all sets, unless α would add up to more than TOTAL.
-LR, PRECISION_LR, TOTAL = 0.1, 0.1 / 3, 130.0
+# At the start, for all sets, unless α would add up to more than TOTAL; β and d are those of `slow_precision`.
+LR, TOTAL = 0.4, 520.0
 # Noise precision at the start, at most, on standardised targets, and the share of all steps after which it is its own.
 NOISE_START, NOISE_FALL = 30.0, 0.1
 ADAM_LR = 0.01
 # Settings that only some methods have.
-OF_SLANG = ("lr", "precision_lr", "total", "init_precision", "noise_start", "noise_fall")
+OF_SLANG = ("lr", "precision_lr", "total", "init_precision", "precision_warmup", "noise_start", "noise_fall")
 OF_ADAM = ("adam_lr", "adam_init_precision", "dropout_rate")
 ABOUT = f"""\
 One hidden layer of 50 rectified units on eight sets of the UCI collection, with the twenty splits of Gal and
@@ -46,8 +46,9 @@ Every network is trained for 120 epochs with minibatches of 10 (100 on the three
 *log-likelihood* are those of the average over draws of the weights, on the test part, in the targets' own units.
 
 All sets are trained by the same recipe, with rates that fall along a half cosine. SLANG's begin at
-$\\alpha = \\min({LR}, {2 * TOTAL:g}/T)$ and $\\beta = \\alpha/3$, four draws a step, where $T$ is the number of
-steps: all networks move by the same $\\sum_t \\alpha_t \\le {TOTAL:g}$. Their noise precision begins at
+$\\alpha = \\min({LR}, {2 * TOTAL:g}/T)$ and $\\beta = 10/T$, four draws a step, where $T$ is the number of steps: all
+networks move by the same $\\sum_t \\alpha_t \\le {TOTAL:g}$, and the precision is slow, as `slangvi.slow_precision`
+makes it and the estimators have it: it begins at $d_0 = N\\tau$, without a warm-up. The noise precision begins at
 {NOISE_START:g} at most, on standardised targets, and is the searched one after the first {NOISE_FALL:.0%} of all steps;
 that concerns Energy and Yacht, whose τ is larger. The others' Adam begins at {ADAM_LR}.
 `slang_8`, `slang_32` and `ensemble_5` (five networks, maximum a posteriori) are not in the paper; the first two take τ
@@ -72,9 +73,10 @@ def chosen(settings: Settings) -> dict[str, Any]:
         "hidden": 50,
         "mc_samples": 4,
         "lr": LR,
-        "precision_lr": PRECISION_LR,
+        "precision_lr": "slow",
         "total": TOTAL,
-        "init_precision": 10.0,
+        "init_precision": "curvature",
+        "precision_warmup": False,
         "noise_start": NOISE_START,
         "noise_fall": NOISE_FALL,
         "adam_lr": ADAM_LR,

@@ -129,7 +129,7 @@ def _krylov(matrix: Tensor, count: int, tolerance: float, start: int) -> Eigenpa
         last = _orthogonal_to(basis, matrix @ last)
         basis = torch.cat([basis, last], dim=1)
         image = torch.cat([image, matrix @ last], dim=1)
-        values, inner = torch.linalg.eigh(basis.mT @ image)
+        values, inner = decomposed(basis.mT @ image)
         values, inner = values[-count:].flip(-1), inner[:, -count:].flip(-1)
         vectors = basis @ inner
         residual = (image @ inner - vectors * values).norm(dim=0).max()
@@ -146,5 +146,5 @@ def _orthogonal_to(basis: Tensor, new: Tensor) -> Tensor:
     """New directions made orthonormal among themselves and to the basis; twice, for the digits the first pass loses."""
     for _ in range(2):
         new = new - basis @ (basis.mT @ new)
-        new = torch.linalg.qr(new).Q
+        new = torch.linalg.qr(new.cpu()).Q.to(new.device)  # which a GPU is slower at, too
     return new
