@@ -112,6 +112,46 @@ def test_it_can_be_switched_off_and_changes_no_number():
     assert_identical(*runs)
 
 
+BUILDERS = {
+    "slang": (slangvi.slang.build, {"rank": 2}),
+    "mean_field": (slangvi.mean_field.build, {}),
+    "online_eig": (slangvi.online_eig.build, {"rank": 2}),
+    "full": (slangvi.full.build, {}),
+}
+
+
+def functional(name, steps, **options):
+    """The last state of a run by pure functions."""
+    model, x, y = problem()
+    kind, own = BUILDERS[name]
+    vi = kind(slangvi.Bernoulli().of(model), num_data=60, precision_lr=0.05, **own, **options)
+    state, source = vi.init(dict(model.named_parameters())), torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        picked = torch.randint(len(x), (12,), generator=source)
+        state, _ = vi.update(state, (x[picked], y[picked, None]), generator=source)
+    return state
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_pure_functions_are_as_loud(name):
+    with pytest.warns(DivergenceWarning, match=r"step \d+: .*\(lr=5\). It is thrown about.*Lower lr") as caught:
+        functional(name, 2 * WINDOW, lr=5.0)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    functional(name, WINDOW, lr=0.05)  # a warning would be an error here
+
+
+def test_pure_functions_raise_or_say_nothing_and_change_no_number():
+    with pytest.raises(DivergenceError, match=f"step {WINDOW}: "):
+        functional("mean_field", WINDOW, lr=20.0, on_divergence="raise")
+    with pytest.warns(DivergenceWarning):
+        loud = functional("mean_field", WINDOW, lr=20.0)
+    silent = functional("mean_field", WINDOW, lr=20.0, on_divergence="ignore")
+    assert torch.equal(loud.loc, silent.loc)
+    with pytest.raises(ValueError, match="on_divergence must be one of 'warn', 'raise', 'ignore', got 'shout'"):
+        functional("slang", 0, lr=0.1, on_divergence="shout")
+
+
 def test_a_copy_half_way_judges_the_next_window():
     model, x, y = problem()
     twin = copy.deepcopy(train(make("VOGN", model, lr=20.0, on_divergence="raise"), x, y, WINDOW // 2))

@@ -18,7 +18,12 @@ from slangvi._frames import outside_frames
 from slangvi._steps import Prior
 from slangvi.errors import DivergenceError, DivergenceWarning
 
-__all__ = ["Watch", "step_length"]
+__all__ = ["REACTIONS", "REMEDY", "Watch", "step_length"]
+
+REACTIONS = ("warn", "raise", "ignore")
+REMEDY = (
+    "Lower lr, let it fall by a schedule such as slangvi.inverse_time, take larger batches, or go back to a checkpoint."
+)
 
 # One step in so many is looked at, and so many looks are judged together: only then a device is waited for.
 EVERY, LOOKS = 8, 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slangvi import _checks
+from slangvi._divergence import REACTIONS
 from slangvi.grads.assemble import Engine
 from slangvi.types import Routes
 
@@ -56,7 +57,7 @@ class Settings:
         _checks.flag("verify", self.verify)
         _checks.flag("compile", self.compile)
         _checks.count("max_bad_batches", self.max_bad_batches, least=0, hint="0 raises at the first one.")
-        _checks.choice("on_divergence", self.on_divergence, ("warn", "raise", "ignore"))
+        _checks.choice("on_divergence", self.on_divergence, REACTIONS)
         if self.compile and self.max_bad_batches:
             raise ValueError(
                 "max_bad_batches must be 0 with compile=True: a replayed step is still running when the next batch "

@@ -193,7 +193,7 @@ def test_regression_is_as_it_was():
     assert FALLS == ("lr", "precision_lr", "adam_lr", "ivon_lr")
     plans = uci.plan(uci.chosen(Settings()), ["boston"], uci.METHODS)
     for cell in plans:
-        assert not cell.settings.keys() & {"falls", "bias_precision", "precision_warmup"}
+        assert not cell.settings.keys() & {"falls", "bias_precision"}
 
 
 @pytest.mark.parametrize("method", ["bbb", "mc_dropout"])

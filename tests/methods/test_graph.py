@@ -138,6 +138,28 @@ def test_an_eigenproblem_that_does_not_converge_is_left_to_the_eager_routes(cuda
     assert float(info.residual) == 0.0
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("size", [30, 300])
+def test_nothing_is_rounded_alike_at_every_step(cuda, size, replayed):
+    """Rank 5 holds all of a curvature of rank 3, and d stays at the prior: what is rounded alike would add up in it."""
+    model = torch.nn.Linear(size, 1, bias=False)
+    generator = source(0)
+    span = torch.randn(3, size, generator=generator)
+
+    def log_likelihood(params, batch):
+        outputs = torch.func.functional_call(model, dict(params), (batch[0],))
+        return -0.5 * (batch[1] - outputs.squeeze(-1)).square()
+
+    options = {"rank": 5, "lr": 2e-3, "precision_warmup": False, "init_precision": 1.0, "mc_samples": 1}
+    vi, state = functional(model, log_likelihood=log_likelihood, compile=replayed, **options)
+    for _ in range(400):
+        x = 10 * torch.randn(40, 3, generator=generator) @ span
+        state, _ = vi.update(state, (x, torch.randn(40, generator=generator)), generator=generator)
+    assert bool(cuda.replayed) == replayed
+    rounding = torch.finfo(torch.float32).eps * state.prec_factor.square().sum(0)
+    assert float(((state.prec_diag - 1.0) / rounding).abs().mean()) < 15.0  # more than 100 if something is
+
+
 def spoilt(batch, value=math.nan):
     x = batch[0].clone()
     x[3, 1] = value

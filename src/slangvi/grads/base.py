@@ -147,8 +147,10 @@ def _column_sums(rows: Tensor) -> Tensor:
 
 
 def add_product(onto: Tensor, a: Tensor, b: Tensor) -> None:
-    """Onto += a b, matrices or batches of them; vmap has no product in place and would go one by one."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(onto):
+    """Onto += a b, matrices or batches of them."""
+    # vmap has no product in place and would go one by one. A product with a single row or column in place adds number
+    # by number to what is there, and rounds as often: that is then far more than the rounding of the sum.
+    if torch._C._functorch.is_functorch_wrapped_tensor(onto) or 1 in onto.shape[-2:]:
         onto += a @ b
     elif onto.ndim == 2:
         onto.addmm_(a, b)

@@ -78,12 +78,13 @@ class LowRankPrecision:
         """
         if self._is_narrow:
             return self.double.solve(rhs.to(torch.float64)).to(rhs.dtype)
-        inner = self._capacitance_solve(_contract(self.factor, rhs / self.diag))
-        solved = (rhs - _lift(self.factor, inner)) / self.diag
-        if rhs.dtype == torch.float64:
+        double, dtype = torch.float64, rhs.dtype
+        inner = self._capacitance_solve(_contract(self.factor, rhs / self.diag, double))
+        solved = (rhs - _lift(self.factor, inner.to(dtype))) / self.diag
+        if dtype == double:
             return solved
-        missing = self._capacitance_solve(inner - _contract(self.factor, solved))
-        return torch.addcdiv(solved, _lift(self.factor, missing), self.diag)
+        missing = self._capacitance_solve(inner - _contract(self.factor, solved, double))
+        return torch.addcdiv(solved, _lift(self.factor, missing.to(dtype)), self.diag)
 
     def transform_noise(self, noise: Tensor) -> Tensor:
         r"""Turn standard normal noise into a zero-mean draw with covariance (UUᵀ + diag d)⁻¹.
@@ -454,13 +455,17 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b) if a.ndim == 3 == b.ndim and len(a) == len(b) else a @ b
 
 
-def _contract(rows: Tensor, vector: Tensor) -> Tensor:
-    """Rows (..., L, P) against x (..., P) → (..., L); extra leading dimensions of x are samples."""
+def _contract(rows: Tensor, vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows (..., L, P) against x (..., P) → (..., L), in x's dtype or another; further dimensions of x are samples."""
+    if rows.ndim == 2 and vector.ndim <= 2:
+        return contract(vector, rows, dtype) if vector.ndim == 2 else contract(vector[None], rows, dtype)[0]
     if rows.ndim == 2:
-        return contract(vector, rows) if vector.ndim == 2 else vector @ rows.mT
-    if vector.ndim == rows.ndim:  # samples go through one product for each member of the batch
-        return product(vector.movedim(0, -2), rows.mT).movedim(-2, 0)
-    return product(rows, vector.unsqueeze(-1)).squeeze(-1)
+        found = vector @ rows.mT
+    elif vector.ndim == rows.ndim:  # samples go through one product for each member of the batch
+        found = product(vector.movedim(0, -2), rows.mT).movedim(-2, 0)
+    else:
+        found = product(rows, vector.unsqueeze(-1)).squeeze(-1)
+    return found.to(dtype or vector.dtype)
 
 
 def sums(*vectors: Tensor) -> Tensor:

@@ -130,7 +130,8 @@ class Problem:
         batches = rows.dtype == torch.float64 and rows.ndim == factor.ndim == 3
         if batches and isinstance(keep, float) and isinstance(gain, float):
             return torch.baddbmm(torch.bmm(rows.mT, rows), factor.mT, factor, beta=gain, alpha=keep)
-        return gram_float64((self._keep_root * factor).mT) + gram_float64((rows * self._gain_root).mT)
+        # Weights are multiplied in afterwards: what is rounded of √(1−β) would be the same at every step.
+        return _weighed(gram_float64(factor.mT), self._keep_root) + _weighed(gram_float64(rows.mT), self._gain_root)
 
     def prepare(self) -> None:
         """Compute now what is otherwise computed when first needed: what is captured must be captured in order."""
@@ -300,8 +301,15 @@ def averaged_diagonal(old: Tensor, fresh: Tensor, keep: float | Tensor, gain: fl
         keep: a.
         gain: b.
     """
-    a, b = (x.to(torch.float64) if isinstance(x, Tensor) else x for x in (keep, gain))
-    return a * old.to(torch.float64) + b * fresh.to(torch.float64)
+    return _doubled(old, keep) + _doubled(fresh, gain)
+
+
+def _doubled(vector: Tensor, weight: float | Tensor) -> Tensor:
+    """The product in float64."""
+    if not isinstance(weight, Tensor):
+        return vector.to(torch.float64) * weight
+    # A tensor with a dimension makes the product float64, and the vector need not be copied to that first.
+    return vector * (weight if weight.ndim else weight.unsqueeze(0)).to(torch.float64)
 
 
 def _height(gradients: GradientOperator) -> int:
@@ -356,6 +364,14 @@ def relative_residual(pairs: Eigenpairs) -> Tensor:
     if not pairs.values.shape[-1]:
         return pairs.residual
     return pairs.residual / pairs.values.amax(-1).clamp_min(torch.finfo(pairs.values.dtype).tiny)
+
+
+def _weighed(gram: Tensor, root: float | Tensor) -> Tensor:
+    """√w A √w in float64, for √w that is a number or differs by column."""
+    if not isinstance(root, Tensor):
+        return gram * (root * root)
+    root = root.to(torch.float64)
+    return gram * (root.unsqueeze(-1) * root.unsqueeze(-2) if root.ndim else root * root)
 
 
 def _bordered(corner: Tensor, cross: Tensor, gram: Tensor) -> Tensor:

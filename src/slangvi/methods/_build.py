@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import _checks
+from slangvi._divergence import REACTIONS, REMEDY, Watch
 from slangvi._flat import FlatState
 from slangvi._out_of_memory import out_of_memory_advice
 from slangvi._steps import Prior, Rate, Schedule, rate_at, warmed_up
@@ -123,6 +124,7 @@ class Common(Basics):
         memory_limit: bytes that formed gradients and temporaries may take.
         routes: what the factored engine forms.
         rank: L, for the count of costs.
+        on_divergence: "warn", "raise" or "ignore".
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class Common(Basics):
         memory_limit: int | None,
         routes: Routes | None,
         rank: int = 0,
+        on_divergence: str = "warn",
     ) -> None:
         super().__init__(
             num_data=num_data,
@@ -168,6 +171,7 @@ class Common(Basics):
             self.factored = FactoredGatherer(log_likelihood, model, rank, checked, plan, memory_limit)
         self._gather = self.factored or dense_gatherer(log_likelihood, memory_limit)
         self._precision_lr = precision_lr
+        self._watch = Watch(_checks.choice("on_divergence", on_divergence, REACTIONS), REMEDY)
         self._warms_up = _checks.flag("precision_warmup", precision_warmup)
 
     @property
@@ -196,11 +200,9 @@ class Common(Basics):
             replay: takes a whole step in another way, where it can.
         """
 
-        def take(state: StateT, batch: Any, generator: torch.Generator | None) -> tuple[StateT, Any]:
-            alpha, beta = self._rates(state.step + 1)
-            replayed = None if replay is None else replay(state, batch, generator, alpha, beta)
-            if replayed is not None:
-                return replayed
+        def eagerly(
+            state: StateT, batch: Any, generator: torch.Generator | None, lr: float, precision_lr: float | None
+        ) -> tuple[StateT, Any]:
             thetas = state.precision.sample((self.mc_samples,), generator, state.loc)
             gradients, mean_log_likelihood = self._gather(state.spec, thetas, batch)
             extra = {} if curvature is None else {"curvature": curvature(state.spec, thetas, batch)}
@@ -209,12 +211,20 @@ class Common(Basics):
                 gradients,
                 num_data=self.num_data / self.temperature,
                 prior=self.prior_of(state),
-                lr=Rate(alpha),
-                precision_lr=None if beta is None else Rate(beta),
+                lr=Rate(lr),
+                precision_lr=None if precision_lr is None else Rate(precision_lr),
                 momentum=self.momentum,
                 **extra,
             )
             return new, replace(info, expected_log_likelihood=self.num_data * mean_log_likelihood)
+
+        def take(state: StateT, batch: Any, generator: torch.Generator | None) -> tuple[StateT, Any]:
+            step = state.step + 1
+            given = (state, batch, generator, *self._rates(step))
+            new, info = (replay and replay(*given)) or eagerly(*given)
+            if self._watch.due(step) and state.loc.ndim == 1:
+                self._watch.look(state, new, self.prior_of(state), self.rate(step), self.momentum)
+            return new, info
 
         return self.framed(init, take, sample, posterior)
 

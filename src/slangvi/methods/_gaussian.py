@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import _checks
-from slangvi._divergence import Watch
+from slangvi._divergence import REMEDY, Watch
 from slangvi._flat import FlatState, state_dtype
 from slangvi._settings import Settings
 from slangvi._steps import ELBO, Prior
@@ -32,11 +32,6 @@ __all__ = [
     "place",
     "start",
 ]
-
-
-DIVERGENCE_REMEDY = (
-    "Lower lr, let it fall by a schedule such as slangvi.inverse_time, take larger batches, or go back to a checkpoint."
-)
 
 
 class Precision(Protocol):
@@ -219,7 +214,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
 
     @cached_property
     def _watch(self) -> Watch:
-        return Watch(self.settings.on_divergence, DIVERGENCE_REMEDY)
+        return Watch(self.settings.on_divergence, REMEDY)
 
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
         hyper, size = self._hyper, self.settings.num_data / self.settings.temperature

@@ -124,7 +124,9 @@ class Captured(ABC):
     def observe(self) -> Tensor:
         """Gradients and the eigenproblem; returns what shows whether all is finite. `add_up` is to follow."""
         numbers, _, _ = self.received()
-        self.rates = Rates(numbers[0], numbers[1], None, self.momentum, numbers[2])
+        plain = numbers.to(self.state.dtype)
+        # β stays as it is: a rounding of 1 − β that is the same at every step would add up in d.
+        self.rates = Rates(plain[0], numbers[1], None, self.momentum, plain[2])
         self.seen, mean = self.gradients()
         self.num_rows = self.seen.num_rows
         self.weight = self.num_data / self.num_rows
@@ -244,10 +246,10 @@ class Captured(ABC):
         self.squares.copy_(widened.squares)
 
     def received(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rates in the state's dtype, and what a draw needs of VᵀV: √(1+s) and its eigenvectors."""
+        """Rates, and what a draw needs of VᵀV: √(1+s) and its eigenvectors; float64."""
         rank, count = self.rank, len(Numbers._fields)
         here = self.sent.to(self.state.device, non_blocking=True)
-        return here[:count].to(self.state.dtype), here[count : count + rank], here[count + rank :].view(rank, rank)
+        return here[:count], here[count : count + rank], here[count + rank :].view(rank, rank)
 
     def _returned(self, name: str, values: Tensor) -> Tensor:
         """A copy in page-locked memory, one for each name."""
@@ -259,11 +261,17 @@ class Captured(ABC):
 
     # ---- what runs
 
-    def load(self, state: Tensor, precision: LowRankPrecision) -> None:
-        """Start from a state that did not come from here."""
+    def load(self, state: Tensor, precision: LowRankPrecision | None = None) -> None:
+        """Start from a state that did not come from here, or once more from the one that came before a step.
+
+        Args:
+            state: packed, (3 + L, P).
+            precision: what the first draw needs; None where that was sent for the same state already.
+        """
         self.state.copy_(state)
         self.squares.copy_(column_squares(self.state[3:]))
-        self._send_root(*(x.cpu().numpy() for x in precision.spectrum))
+        if precision is not None:
+            self._send_root(*(x.cpu().numpy() for x in precision.spectrum))
 
     def advance(
         self,

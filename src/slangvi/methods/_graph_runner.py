@@ -92,13 +92,13 @@ class Runner(Shelf[CapturedT]):
         maker = made[1] if made is not None and made[0]() is state and made[1].graph is graph else None
 
         def reload() -> None:
-            graph.load(packed(state), state.precision)
+            graph.load(packed(state))  # its draws go by numbers that were sent before the step, and are there still
 
         def before() -> None:
             graph.finish()
             if maker is None or maker.failed:
                 settle(state)  # raises what went wrong in the step that made it
-                reload()
+                graph.load(packed(state), state.precision)
             feed()
 
         running = graph.advance(generator, numbers, reload, check, before)

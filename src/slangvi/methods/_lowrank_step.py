@@ -180,8 +180,8 @@ def widen_by(diag: Tensor, factor: Tensor, whole_diag: Tensor, prior: Prior, rat
     squares = column_squares(factor)
     base = lerp(diag, prior.precision, rates.precision_lr)
     whole = (whole_diag - squares).add_(base)
-    new_diag = torch.maximum(whole.to(base.dtype), torch.minimum(base, prior.precision))
-    return Widened(factorize_batch(factor, new_diag), whole_diag, whole.sub_(new_diag).to(base.dtype), squares)
+    new_diag = torch.maximum(whole, torch.minimum(base, prior.precision)).to(base.dtype)
+    return Widened(factorize_batch(factor, new_diag), whole_diag, whole.sub_(new_diag), squares)
 
 
 def shift(

@@ -190,6 +190,7 @@ def build(
     verify: bool = True,
     memory_limit: int | None = None,
     routes: Routes | None = None,
+    on_divergence: str = "warn",
 ) -> Transform:
     """Full-Gaussian inference as pure functions over an immutable state.
 
@@ -214,6 +215,9 @@ def build(
         memory_limit: bytes that gradients in the making and temporaries may take; the step itself forms all R rows and
             several P×P matrices, whatever the limit.
         routes: what the factored engine forms; None leaves it to counting.
+        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
+            step, as long as the steps of one run follow each other: "warn" once, "raise" `DivergenceError`, or
+            "ignore". Results are the same.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -247,6 +251,7 @@ def build(
         verify=verify,
         memory_limit=memory_limit,
         routes=routes,
+        on_divergence=on_divergence,
     )
     gather = hessian_gatherer(log_likelihood, diagonal=False, dtypes=common.dtypes) if hessian else None
     return common.transform(lambda params: init(params, init_precision), update, sample, posterior, curvature=gather)

@@ -159,6 +159,7 @@ def build(
     verify: bool = True,
     memory_limit: int | None = None,
     routes: Routes | None = None,
+    on_divergence: str = "warn",
 ) -> Transform:
     """Mean-field inference as pure functions over an immutable state.
 
@@ -183,6 +184,9 @@ def build(
         verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
         memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take.
         routes: what the factored engine forms; None leaves it to counting.
+        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
+            step, as long as the steps of one run follow each other: "warn" once, "raise" `DivergenceError`, or
+            "ignore". Results are the same.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -215,6 +219,7 @@ def build(
         verify=verify,
         memory_limit=memory_limit,
         routes=routes,
+        on_divergence=on_divergence,
     )
     gather = hessian_gatherer(log_likelihood, diagonal=True, dtypes=common.dtypes) if hessian else None
     return common.transform(lambda params: init(params, init_precision), update, sample, posterior, curvature=gather)

@@ -251,6 +251,7 @@ def build(
     verify: bool = True,
     memory_limit: int | None = None,
     routes: Routes | None = None,
+    on_divergence: str = "warn",
 ) -> Transform:
     """SLANG-OnlineEig as pure functions over an immutable state.
 
@@ -273,6 +274,9 @@ def build(
         verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
         memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take.
         routes: what the factored engine forms; None leaves it to counting. The Gram is always formed here.
+        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
+            step, as long as the steps of one run follow each other: "warn" once, "raise" `DivergenceError`, or
+            "ignore". Results are the same.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -306,6 +310,7 @@ def build(
         memory_limit=memory_limit,
         routes=routes,
         rank=rank,
+        on_divergence=on_divergence,
     )
     return common.transform(lambda params: init(params, rank, init_precision), update, sample, posterior)
 

@@ -138,6 +138,7 @@ def build(
     memory_limit: int | None = None,
     routes: Routes | None = None,
     compile: bool = False,
+    on_divergence: str = "warn",
 ) -> Transform:
     """SLANG as pure functions over an immutable state.
 
@@ -165,6 +166,9 @@ def build(
             Python code in `log_likelihood` then runs only when a graph is captured and when a check is due. `update`
             returns while the device still works, and waits when state or info are looked at: a step that failed
             raises then, at the latest in the next `update`, and its state becomes the one before it.
+        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
+            step, as long as the steps of one run follow each other: "warn" once, "raise" `DivergenceError`, or
+            "ignore". Results are the same.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -198,6 +202,7 @@ def build(
         memory_limit=memory_limit,
         routes=routes,
         rank=rank,
+        on_divergence=on_divergence,
     )
     replay = _replay(common) if _checks.flag("compile", compile) else None
     return common.transform(lambda params: init(params, rank, init_precision), update, sample, posterior, replay=replay)
