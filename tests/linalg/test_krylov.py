@@ -30,10 +30,13 @@ def product(pairs):
     decay=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     start=st.integers(0, 30),
     seed=st.integers(0, 5),
+    filters=st.booleans(),
 )
-def test_iteration_meets_its_own_bound(size, count, decay, start, seed):
+def test_iteration_meets_its_own_bound(size, count, decay, start, seed, filters):
     K = matrix(size, decay, seed)
-    found, exact = leading_eigenpairs(K, count, 1e-6, start), leading_eigenpairs(K, count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(krylov, "products_are_cheap", lambda matrix: filters)  # as on a GPU
+        found, exact = leading_eigenpairs(K, count, 1e-6, start), leading_eigenpairs(K, count)
     largest = float(exact.values[0])
     assert float(found.residual) <= 1e-6 * largest
     assert float((found.values - exact.values).abs().max()) <= 1e-6 * largest
@@ -50,8 +53,10 @@ def test_the_rank_l_approximation_is_that_of_the_full_decomposition(count, decay
     assert float((product(found) - product(exact)).norm()) <= 1e-5 * float(exact.values[0])
 
 
+@pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("rank", [1, 5])
-def test_matrices_of_low_rank_and_zero_are_no_trouble(rank):
+def test_matrices_of_low_rank_and_zero_are_no_trouble(rank, filters, monkeypatch):
+    monkeypatch.setattr(krylov, "products_are_cheap", lambda matrix: filters)
     for K in (matrix(200, 0.0, rank=rank), torch.zeros(200, 200, dtype=torch.float64)):
         found = leading_eigenpairs(K, 8, 1e-6, 8)
         torch.testing.assert_close(product(found), K, rtol=0, atol=1e-6 * max(1.0, float(K.diagonal().max())))
@@ -62,6 +67,17 @@ def test_small_or_nearly_full_problems_are_decomposed():
         found = leading_eigenpairs(matrix(size, 1.0), count, 1e-6)
         assert float(found.residual) == 0.0
         assert found.values.shape == (count,)
+
+
+@pytest.mark.parametrize("cheap", [False, True])
+def test_where_products_are_cheap_close_eigenvalues_need_no_krylov_space(cheap, monkeypatch):
+    calls, real = [], krylov._krylov
+    monkeypatch.setattr(krylov, "products_are_cheap", lambda matrix: cheap)
+    monkeypatch.setattr(krylov, "_krylov", lambda *given: calls.append(1) or real(*given))
+    K = matrix(400, 0.3)
+    found, exact = leading_eigenpairs(K, 16, 1e-6, 16), leading_eigenpairs(K, 16)
+    torch.testing.assert_close(found.values, exact.values, rtol=1e-6, atol=0)
+    assert bool(calls) != cheap
 
 
 def test_what_does_not_converge_is_decomposed(monkeypatch):

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from slangvi.linalg.krylov import leading_eigenpairs
-from slangvi.linalg.subspace import OVERSAMPLING, projected, pursued, ritz, sharpened, starting_block
+from slangvi.linalg.subspace import (
+    OVERSAMPLING,
+    filtered,
+    orthonormal,
+    projected,
+    pursued,
+    ritz,
+    sharpened,
+    starting_block,
+)
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64
 
@@ -56,7 +65,7 @@ def test_leading_pairs_are_those_of_eigh(count, batch):
     matrices = [with_spectrum(decaying(40), seed)[0] for seed in range(max(1, torch.Size(batch).numel()))]
     K = torch.stack(matrices).reshape(*batch, 40, 40)
     block = sharpened(K.__matmul__, starting_block(40, count, 0, DOUBLE, CPU), 8)
-    values, inner, residual = ritz(projected(K.__matmul__, block), count)
+    values, inner, residual, _ = ritz(projected(K.__matmul__, block), count)
     assert values.shape == (*batch, count)
     assert residual.shape == batch
     vectors = block @ inner
@@ -75,7 +84,7 @@ def test_a_matrix_that_is_symmetric_up_to_rounding_has_a_small_residual():
     K, _ = with_spectrum(decaying(50, 0.7))
     spoilt = K + 1e-8 * torch.randn(50, 50, generator=torch.Generator().manual_seed(1), dtype=K.dtype).triu()
     block = sharpened(spoilt.__matmul__, starting_block(50, 3, 3, K.dtype, K.device), 40)
-    values, inner, residual = ritz(projected(spoilt.__matmul__, block), 3)
+    values, inner, residual, _ = ritz(projected(spoilt.__matmul__, block), 3)
     vectors = block @ inner
     true = (spoilt @ vectors - values * vectors).norm(dim=0).max()
     assert true < 1e-6 * values[0]
@@ -94,7 +103,7 @@ def test_sharpening_keeps_the_span_of_the_powers(steps):
 def test_a_zero_matrix_has_zero_pairs():
     K = torch.zeros(2, 40, 40, dtype=DOUBLE)
     block = sharpened(K.__matmul__, starting_block(40, 3, 3, DOUBLE, CPU), 3)
-    values, inner, residual = ritz(projected(K.__matmul__, block), 3)
+    values, inner, residual, _ = ritz(projected(K.__matmul__, block), 3)
     assert not values.any()
     assert not residual.any()
     assert bool((block @ inner).isfinite().all())
@@ -107,7 +116,7 @@ def test_repeated_columns_do_no_harm(rank):
     rows = torch.randn(rank, 50, dtype=DOUBLE, generator=source)
     K = rows.T @ rows
     block = sharpened(K.__matmul__, starting_block(50, 4, 4, DOUBLE, CPU), 3)
-    values, inner, residual = ritz(projected(K.__matmul__, block), 4)
+    values, inner, residual, _ = ritz(projected(K.__matmul__, block), 4)
     expected = torch.linalg.eigvalsh(K).flip(0)[:4].clamp_min(0)
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-8 * float(expected[0]))
     assert float(residual) <= 1e-6 * float(values[0])
@@ -187,3 +196,48 @@ def test_the_starting_block_does_not_depend_on_the_default_device():
     with torch.device("meta"):
         block = starting_block.__wrapped__(*sizes)
     assert torch.equal(block, starting_block(*sizes))
+
+
+# ---- the filter ----
+
+
+def test_the_filter_is_a_polynomial_of_the_matrix():
+    """Times the eigenvectors, it is T₃ of their eigenvalues, with 0 going to 0 and the edge to 1."""
+    spectrum = torch.cat([decaying(12, 0.7), torch.zeros(8, dtype=DOUBLE)])
+    K, vectors = with_spectrum(spectrum)
+    edge, zero = spectrum[5], 3**0.5 / 2
+    start = orthonormal(torch.randn(20, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)))
+    x = (1 + zero) * spectrum / edge - zero
+    gain = 4 * x**3 - 3 * x
+    torch.testing.assert_close(gain[12:], torch.zeros(8, dtype=DOUBLE), rtol=0, atol=1e-14)
+    assert float(gain[5]) == pytest.approx(1.0)
+    assert float(gain[5:].abs().max()) <= 1.0 + 1e-12
+    found = filtered(K.__matmul__, start, edge, times=1)
+    torch.testing.assert_close(found, vectors @ (gain[:, None] * (vectors.T @ start)), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_the_filter_tells_close_eigenvalues_apart_sooner_than_powers_do(batch):
+    """A spectrum that falls by two per cent from one to the next: as many products, a fifth of the residual or less."""
+    matrices = [with_spectrum(decaying(300, 0.98), seed)[0] for seed in range(max(1, torch.Size(batch).numel()))]
+    K = torch.stack(matrices).reshape(*batch, 300, 300)
+    block = sharpened(K.__matmul__, starting_block(300, 16, 0, DOUBLE, CPU), 3)
+    powers = ritz(projected(K.__matmul__, sharpened(K.__matmul__, block, 12)), 16).residual
+    for _ in range(2):
+        block = filtered(K.__matmul__, block, ritz(projected(K.__matmul__, block), 16).edge)
+    found = ritz(projected(K.__matmul__, block), 16)
+    assert bool((found.residual < 0.2 * powers).all())
+
+
+@pytest.mark.parametrize("rank", [0, 2, 5])
+def test_a_matrix_with_less_than_was_looked_for_does_no_harm_to_the_filter(rank):
+    K = with_spectrum(torch.cat([decaying(rank), torch.zeros(60 - rank, dtype=DOUBLE)]))[0]
+    block = sharpened(K.__matmul__, starting_block(60, 4, 0, DOUBLE, CPU), 3)
+    for _ in range(3):
+        values, _, residual, edge = ritz(projected(K.__matmul__, block), 4)
+        assert float(edge) > 0.0
+        block = filtered(K.__matmul__, block, edge)
+    assert bool(torch.isfinite(block).all())
+    expected = torch.cat([decaying(rank), torch.zeros(4, dtype=DOUBLE)])[:4]
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-12)
+    assert float(residual) < 1e-7

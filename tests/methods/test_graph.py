@@ -116,9 +116,9 @@ def test_products_are_added_until_the_residual_is_small_enough(cuda, monkeypatch
 
     def strict(small, count):
         """Not satisfied before the given look."""
-        values, inner, residual = real(small, count)
-        seen.append(float(residual))
-        return values, inner, residual if len(seen) > allowed else values[0]
+        found = real(small, count)
+        seen.append(float(found.residual))
+        return found if len(seen) > allowed else found._replace(residual=found.values[0])
 
     monkeypatch.setattr(_graph, "ritz", strict)
     compare(vi, eager, state, batch)

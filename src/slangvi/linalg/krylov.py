@@ -1,10 +1,10 @@
 r"""Leading eigenpairs of a positive semi-definite matrix without diagonalising it.
 
 Three ways, the next when the one before does not reach the tolerance: a few rounds of warm-started subspace iteration
-(see `subspace`); block Krylov iteration, where the space spanned by X, KX, K²X, … is kept orthonormal and the pairs are
-read off K restricted to it; the full decomposition. What is left over, the residual ‖Ky − θy‖, bounds the error of
-each pair: some eigenvalue of K lies within it of θ. That the pairs are the leading ones rests on the random starting
-vectors, of which there are more than pairs asked for.
+(see `subspace`), on a GPU with a filter; block Krylov iteration, where the space spanned by X, KX, K²X, … is kept
+orthonormal and the pairs are read off K restricted to it; the full decomposition. What is left over, the residual ‖Ky
+− θy‖, bounds the error of each pair: some eigenvalue of K lies within it of θ. That the pairs are the leading ones
+rests on the random starting vectors, of which there are more than pairs asked for.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slangvi.linalg.subspace import OVERSAMPLING, projected, ritz, sharpened, starting_block
+from slangvi.linalg.subspace import OVERSAMPLING, filtered, projected, ritz, sharpened, starting_block
 
 __all__ = ["Eigenpairs", "decomposed", "leading_eigenpairs"]
 
-# Products between two looks at the residual, how many looks, and how often a Krylov space may grow.
+# Products before the first look at the residual, how many looks, and how often a Krylov space may grow.
 STEPS = 3
 LOOKS = 2
+# Looks on a GPU, for which products with a filter in between are cheaper than the small problems of a Krylov space.
+GPU_LOOKS = 6
 MOST_ROUNDS = 8
 _SMALL = 384
 
@@ -112,10 +114,19 @@ def _batched(matrix: Tensor, count: int, tolerance: float, start: int) -> Eigenp
 def _looks(matrix: Tensor, count: int, tolerance: float, start: int) -> Iterator[tuple[Eigenpairs, Tensor]]:
     """What the subspace iteration has, and whether that is good enough, each time it looks."""
     block = starting_block(matrix.shape[-1], count, start, matrix.dtype, matrix.device)
-    for _ in range(LOOKS):
-        block = sharpened(matrix.__matmul__, block, STEPS)
-        values, inner, residual = ritz(projected(matrix.__matmul__, block), count)
+    block, filters = sharpened(matrix.__matmul__, block, STEPS), products_are_cheap(matrix)
+    for left in reversed(range(GPU_LOOKS if filters else LOOKS)):
+        values, inner, residual, edge = ritz(projected(matrix.__matmul__, block), count)
         yield Eigenpairs(values, block @ inner, residual), residual <= _allowed(tolerance, values)
+        if left and filters:
+            block = filtered(matrix.__matmul__, block, edge)
+        elif left:
+            block = sharpened(matrix.__matmul__, block, STEPS)
+
+
+def products_are_cheap(matrix: Tensor) -> bool:
+    """Whether they take less time than decomposing matrices of a hundred rows."""
+    return matrix.is_cuda
 
 
 def _krylov(matrix: Tensor, count: int, tolerance: float, start: int) -> Eigenpairs | None:

@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["OVERSAMPLING", "Ritz", "orthonormal", "projected", "pursued", "ritz", "sharpened", "starting_block"]
+__all__ = [
+    "OVERSAMPLING",
+    "Ritz",
+    "filtered",
+    "orthonormal",
+    "projected",
+    "pursued",
+    "ritz",
+    "sharpened",
+    "starting_block",
+]
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -26,6 +36,10 @@ OVERSAMPLING = 4
 # How much chance is mixed into the coordinates of the previous factor. Without it an old factor made of exact
 # eigenvectors would never show that others have overtaken it.
 _CHANCE = 0.1
+# A zero of T₃(x) = 4x³ − 3x.
+_ZERO = 3**0.5 / 2
+# What a filter damps reaches at least so far, relative to the largest eigenvalue.
+_LEAST_EDGE = 1e-12
 # Directions of a basis that are this many roundings long are not there.
 _ROUNDING = 1e3
 
@@ -37,11 +51,13 @@ class Ritz(NamedTuple):
         values: θ, largest first, clamped at 0, (..., L).
         inner: coordinates of the Ritz vectors in X, (..., b, L).
         residual: largest ‖Ky − θy‖ of the L pairs, (...).
+        edge: the smallest θ of all of X, above which lies what `filtered` is to bring out, (...).
     """
 
     values: Tensor
     inner: Tensor
     residual: Tensor
+    edge: Tensor
 
 
 @lru_cache(maxsize=16)
@@ -66,6 +82,28 @@ def sharpened(apply: Apply, block: Tensor, steps: int) -> Tensor:
     block = apply(block)
     for _ in range(steps - 1):
         block = apply(_straightened(block))
+    return block
+
+
+def filtered(apply: Apply, block: Tensor, edge: Tensor, times: int = 2) -> Tensor:
+    r"""The block after a Chebyshev polynomial of K, which tells eigenvalues apart that powers of K hardly do.
+
+    $$ X \leftarrow T_3\bigl((1 + z) K / e - z\bigr) X, \qquad T_3(x) = 4x^3 - 3x, \quad T_3(-z) = 0 $$
+
+    Eigenvalues up to e stay within ±1, those above grow; 0 goes to 0, so that what K does not have is gone at once.
+
+    Args:
+        apply: X ↦ KX.
+        block: X, (..., n, b).
+        edge: e > 0, (...).
+        times: how often; three products each.
+    """
+    scale = (1.0 + _ZERO) / edge[..., None, None]
+    for _ in range(times):
+        block = _straightened(block)
+        once = apply(block) * scale - _ZERO * block
+        twice = 2.0 * (apply(once) * scale - _ZERO * once) - block
+        block = 2.0 * (apply(twice) * scale - _ZERO * twice) - once
     return block
 
 
@@ -144,9 +182,10 @@ def ritz(small: Tensor, count: int) -> Ritz:
     there = sizes > _ROUNDING * gram.shape[-1] * info.eps
     white = axes * torch.where(there, sizes.clamp_min(info.tiny).rsqrt(), 0.0).unsqueeze(-2)
     values, turned = torch.linalg.eigh(white.mT @ (first * scale) @ white)
+    edge = torch.maximum(values[..., 0], _LEAST_EDGE * values[..., -1]).clamp_min(info.tiny)
     values, turned = values[..., -count:].flip(-1), turned[..., -count:].flip(-1)
     inner = white @ turned
     square = (inner * ((second * scale) @ inner)).sum(-2) - values.square()
     residual = square.abs().amax(-1).sqrt()
-    found = (values.clamp_min(0.0), inner / lengths.unsqueeze(-1), residual)
+    found = (values.clamp_min(0.0), inner / lengths.unsqueeze(-1), residual, edge)
     return Ritz(*(x.to(small.device) for x in found))

@@ -229,7 +229,7 @@ class Problem:
         tolerance = _APPLIED_TOLERANCE[self.factor.dtype]
         for _ in range(_APPLIED_LOOKS):
             block = sharpened(self.apply, block, krylov.STEPS)
-            values, inner, residual = ritz(projected(self.apply, block), rank)
+            values, inner, residual, _ = ritz(projected(self.apply, block), rank)
             if bool(residual <= tolerance * values[0].clamp_min(torch.finfo(torch.float64).tiny)):
                 return Eigenpairs(values, block @ inner, residual)
         return None

@@ -28,7 +28,7 @@ from slangvi._steps import mean_gradient
 from slangvi.linalg import LowRankPrecision, krylov
 from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.lowrank import column_squares, sums
-from slangvi.linalg.subspace import projected, pursued, ritz, sharpened, starting_block
+from slangvi.linalg.subspace import filtered, projected, pursued, ritz, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE, relative_residual
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
 from slangvi.methods._launched import Launched, Numbers, Outcome, Setup
@@ -38,7 +38,7 @@ from slangvi.types import GradientOperator
 __all__ = ["Captured"]
 
 # Looks at the residual before the eigenproblem is left to the eager routes.
-_LOOKS = 3
+_LOOKS = 6
 # Steps in one go, by rounds of the eigenproblem; the lack of orthogonality allowed in them, and the most steps that are
 # taken in halves after all have failed.
 _WAYS = ("once", "twice", "thrice")
@@ -75,6 +75,7 @@ class Captured(ABC):
         self._sent = self.sent.numpy()
         self._sent[: len(Numbers._fields)] = 1.0
         self._send_root(np.ones(rank), np.eye(rank))
+        self.edge = _pinned(1).fill_(1.0)  # see `filtered`
 
     @abstractmethod
     def gradients(self) -> tuple[GradientOperator, Tensor]:
@@ -209,9 +210,9 @@ class Captured(ABC):
         self.head = self._returned("head", checks)
 
     def again(self) -> None:
-        """A few more products with the small matrix."""
-        apply = self.observed.problem.apply
-        self.block.copy_(sharpened(apply, self.block, krylov.STEPS))
+        """A few more products with the small matrix, as a filter that tells close eigenvalues apart."""
+        apply, edge = self.observed.problem.apply, self.edge.to(self.state.device, non_blocking=True)
+        self.block.copy_(filtered(apply, self.block, edge[0]))
         self.more = self._returned("more", projected(apply, self.block).flatten())
 
     def move_along(self) -> None:
@@ -394,13 +395,14 @@ class Captured(ABC):
         """Take the second half of the step, with Ritz pairs if they are good enough and other pairs if not."""
         rank, found = self.rank, self.head[2:]
         for look in range(_LOOKS if self.iterates else 0):
-            values, inner, residual = ritz(found.view(3, *self._block_square), rank)
+            values, inner, residual, edge = ritz(found.view(3, *self._block_square), rank)
             if float(residual) <= TOLERANCE[self.state.dtype] * float(values[0]):
                 self.inner.view(-1, rank)[0] = values
                 self.inner.view(-1, rank)[1:] = inner
                 self.graphs["move_along"].replay()
                 return values, float(residual) / max(float(values[0]), sys.float_info.min)
             if look < _LOOKS - 1:
+                self.edge[0] = edge
                 self.graphs["again"].replay()
                 self._wait()
                 found = self.more

@@ -223,7 +223,7 @@ def leading(matrix: Tensor, count: int) -> Eigenpairs:
         return leading_eigenpairs(matrix, count)
     block = starting_block(matrix.shape[-1], count, 0, matrix.dtype, matrix.device, _EXTRA)
     block = sharpened(lambda x: matrix @ (matrix @ x), block, _ROUNDS)
-    values, inner, residual = ritz(projected(matrix.__matmul__, block), count)
+    values, inner, residual, _ = ritz(projected(matrix.__matmul__, block), count)
     found = Eigenpairs(values, block @ inner, residual)
     slow = ~(relative_residual(found) <= TOLERANCE)
     if bool(slow.any()):
