@@ -271,6 +271,21 @@ def doubled(q: LowRankPrecisionNormal) -> LowRankPrecisionNormal:
     return LowRankPrecisionNormal(q.loc.double(), q.prec_factor.double(), q.prec_diag.double())
 
 
+def test_sums_over_many_parameters_in_float32_are_exact_to_its_last_digit():
+    source, size = torch.Generator().manual_seed(0), 300_000
+    factor, diag = torch.randn(size, 2, generator=source), 10 * torch.rand(size, generator=source) + 0.1
+    loc, moved = torch.randn(size, generator=source), 1e-3 * torch.randn(size, generator=source)
+    q, p = LowRankPrecisionNormal(loc, factor, diag), LowRankPrecisionNormal(loc + moved, factor, diag * (1 + moved))
+    exact, other = doubled(q), doubled(p)
+    assert float(kl_divergence(q, p)) == pytest.approx(
+        float(kl_divergence(exact, other)), rel=1e-3
+    )  # of half a million
+    assert abs(float(kl_divergence(q, q))) < 1e-4
+    assert float(q.entropy()) == pytest.approx(float(exact.entropy()), rel=1e-7)
+    assert float(q.log_prob(p.loc)) == pytest.approx(float(exact.log_prob(other.loc)), rel=1e-7)
+    assert {x.dtype for x in (q.entropy(), q.log_prob(p.loc), kl_divergence(q, p))} == {torch.float32}
+
+
 def test_kl_in_float32_keeps_its_digits_under_a_large_factor():
     """tr(U_pᵀ Σ_q U_p) is a few units, made of terms of 1e6."""
     q, p = steep(200, 4), steep(200, 4, grown=1.1)

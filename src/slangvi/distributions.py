@@ -136,19 +136,21 @@ class LowRankPrecisionNormal(Distribution):
         if self._validate_args:
             self._validate_sample(value)
         diff = value - self.loc
-        return 0.5 * (self.precision.logdet() - self.event_shape[0] * math.log(2 * math.pi) - self._quadratic(diff))
+        volume = self.precision.logdet() - self.event_shape[0] * math.log(2 * math.pi)
+        return (0.5 * (volume - self._quadratic(diff))).to(diff.dtype)
 
     def entropy(self) -> Tensor:
         """½ (P (1 + log 2π) − logdet precision)."""
-        return 0.5 * (self.event_shape[0] * (1.0 + math.log(2 * math.pi)) - self.precision.logdet())
+        size = self.event_shape[0]
+        return (0.5 * (size * (1.0 + math.log(2 * math.pi)) - self.precision.logdet())).to(self.loc.dtype)
 
     def _quadratic(self, diff: Tensor) -> Tensor:
-        """xᵀ (UUᵀ + diag d) x as a sum of squares, so never negative."""
+        """xᵀ (UUᵀ + diag d) x as a sum of squares, so never negative; float64."""
         if self.prec_factor.ndim == 2:
             inner = diff @ self.prec_factor
         else:
             inner = (diff.unsqueeze(-2) @ self.prec_factor).squeeze(-2)
-        return (self.prec_diag * diff.square()).sum(-1) + inner.square().sum(-1)
+        return _sum(self.prec_diag * diff.square()) + _sum(inner.square())
 
 
 class DensePrecisionNormal(MultivariateNormal):
@@ -237,9 +239,16 @@ def _check_shapes(loc: Tensor, prec_factor: Tensor, prec_diag: Tensor) -> None:
         raise ValueError(f"prec_diag must have shape (..., {size}) as loc, got {tuple(prec_diag.shape)}.")
 
 
-def _gaussian_kl(trace: Tensor, quadratic: Tensor, size: int, logdet_q: Tensor, logdet_p: Tensor) -> Tensor:
-    """½ [tr(P_p Σ_q) + (μ_q−μ_p)ᵀP_p(μ_q−μ_p) − P + logdet P_q − logdet P_p]."""
-    return 0.5 * (trace + quadratic - size + logdet_q - logdet_p)
+def _sum(terms: Tensor, dims: int = 1) -> Tensor:
+    """Over the last dimensions, in float64: sums over many parameters are large, and nearly cancel in the end."""
+    return terms.sum(tuple(range(-dims, 0)), dtype=torch.float64)
+
+
+def _gaussian_kl(q: Any, p: Any, trace: Tensor, quadratic: Tensor, logdet_q: Tensor, logdet_p: Tensor) -> Tensor:
+    """½ [tr(P_p Σ_q) + (μ_q−μ_p)ᵀP_p(μ_q−μ_p) − P + logdet P_q − logdet P_p], in the dtype of the distributions."""
+    size = max((*q.event_shape, *p.event_shape))  # a plain Normal has none
+    kl: Tensor = 0.5 * (trace + quadratic - size + logdet_q - logdet_p)
+    return kl.to(torch.promote_types(q.mean.dtype, p.mean.dtype))
 
 
 def _diagonal(normal: Normal | Independent[Any], size: int) -> tuple[Tensor, Tensor]:
@@ -273,51 +282,51 @@ def _matched(q: Any, p: Any) -> tuple[Any, Any]:
 def _kl_lowrank_lowrank(q: LowRankPrecisionNormal, p: LowRankPrecisionNormal) -> Tensor:
     q, p = _matched(q, p)
     directions = p.prec_factor.movedim(-1, 0)
-    trace = (p.prec_diag * q.variance).sum(-1) + q.precision.inv_quadratic(directions).sum(0)
+    trace = _sum(p.prec_diag * q.variance) + q.precision.inv_quadratic(directions).sum(0)
     quadratic = p._quadratic(q.loc - p.loc)
-    return _gaussian_kl(trace, quadratic, q.event_shape[0], q.precision.logdet(), p.precision.logdet())
+    return _gaussian_kl(q, p, trace, quadratic, q.precision.logdet(), p.precision.logdet())
 
 
 def _kl_to_diagonal(q: LowRankPrecisionNormal | DensePrecisionNormal, p: Normal | Independent[Any]) -> Tensor:
     loc, scale = _diagonal(p, q.event_shape[0])
-    trace = (q.variance / scale.square()).sum(-1)
-    quadratic = ((q.loc - loc) / scale).square().sum(-1)
-    return _gaussian_kl(trace, quadratic, q.event_shape[0], q.precision.logdet(), -2.0 * scale.log().sum(-1))
+    trace = _sum(q.variance / scale.square())
+    quadratic = _sum(((q.loc - loc) / scale).square())
+    return _gaussian_kl(q, p, trace, quadratic, q.precision.logdet(), -2.0 * _sum(scale.log()))
 
 
 def _kl_diagonal_lowrank(q: Normal | Independent[Any], p: LowRankPrecisionNormal) -> Tensor:
     loc, scale = _diagonal(q, p.event_shape[0])
-    trace = ((p.prec_diag + p.prec_factor.square().sum(-1)) * scale.square()).sum(-1)
+    trace = _sum((p.prec_diag + p.prec_factor.square().sum(-1)) * scale.square())
     quadratic = p._quadratic(loc - p.loc)
-    return _gaussian_kl(trace, quadratic, p.event_shape[0], -2.0 * scale.log().sum(-1), p.precision.logdet())
+    return _gaussian_kl(q, p, trace, quadratic, -2.0 * _sum(scale.log()), p.precision.logdet())
 
 
 def _kl_lowrank_dense(q: LowRankPrecisionNormal, p: MultivariateNormal) -> Tensor:
     q, p = _matched(q, p)
-    trace = (p.precision_matrix * q.covariance_matrix).sum((-2, -1))
+    trace = _sum(p.precision_matrix * q.covariance_matrix, 2)
     diff = (q.loc - p.loc).unsqueeze(-1)
     white = torch.linalg.solve_triangular(p.scale_tril, diff, upper=False)
-    quadratic = white.square().sum((-2, -1))
-    return _gaussian_kl(trace, quadratic, q.event_shape[0], q.precision.logdet(), _dense_logdet(p))
+    quadratic = _sum(white.square(), 2)
+    return _gaussian_kl(q, p, trace, quadratic, q.precision.logdet(), _dense_logdet(p))
 
 
 def _kl_dense_lowrank(q: MultivariateNormal, p: LowRankPrecisionNormal) -> Tensor:
     q, p = _matched(q, p)
-    trace = (p.prec_diag * q.variance).sum(-1) + (q.scale_tril.mT @ p.prec_factor).square().sum((-2, -1))
+    trace = _sum(p.prec_diag * q.variance) + _sum((q.scale_tril.mT @ p.prec_factor).square(), 2)
     quadratic = p._quadratic(q.loc - p.loc)
-    return _gaussian_kl(trace, quadratic, p.event_shape[0], _dense_logdet(q), p.precision.logdet())
+    return _gaussian_kl(q, p, trace, quadratic, _dense_logdet(q), p.precision.logdet())
 
 
 def _kl_diagonal_dense(q: Normal | Independent[Any], p: DensePrecisionNormal) -> Tensor:
     loc, scale = _diagonal(q, p.event_shape[0])
-    trace = (p.precision_matrix.diagonal(dim1=-2, dim2=-1) * scale.square()).sum(-1)
-    quadratic = ((loc - p.loc).unsqueeze(-2) @ p.precision.cholesky).square().sum((-2, -1))
-    return _gaussian_kl(trace, quadratic, p.event_shape[0], -2.0 * scale.log().sum(-1), p.precision.logdet())
+    trace = _sum(p.precision_matrix.diagonal(dim1=-2, dim2=-1) * scale.square())
+    quadratic = _sum(((loc - p.loc).unsqueeze(-2) @ p.precision.cholesky).square(), 2)
+    return _gaussian_kl(q, p, trace, quadratic, -2.0 * _sum(scale.log()), p.precision.logdet())
 
 
 def _dense_logdet(normal: MultivariateNormal) -> Tensor:
     """Logdet of the precision of a dense normal."""
-    return -2.0 * normal.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return -2.0 * _sum(normal.scale_tril.diagonal(dim1=-2, dim2=-1).log())
 
 
 register_kl(LowRankPrecisionNormal, LowRankPrecisionNormal)(_kl_lowrank_lowrank)

@@ -72,8 +72,8 @@ class DensePrecision:
         return inverse.square().sum(-2)
 
     def logdet(self) -> Tensor:
-        """Log det P, (...)."""
-        return 2.0 * self.cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        """Log det P in float64, (...)."""
+        return 2.0 * self.cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1, dtype=torch.float64)
 
 
 def factorize_dense(matrix: Tensor) -> DensePrecision:

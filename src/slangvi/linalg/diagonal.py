@@ -54,5 +54,5 @@ class DiagonalPrecision:
         return self.diag.reciprocal()
 
     def logdet(self) -> Tensor:
-        """Σ log s, (...)."""
-        return self.diag.log().sum(-1)
+        """Σ log s in float64, (...)."""
+        return self.diag.log().sum(-1, dtype=torch.float64)

@@ -214,9 +214,9 @@ class LowRankPrecision:
         return whole
 
     def logdet(self) -> Tensor:
-        """Log det(UUᵀ + diag d), (...)."""
+        """Log det(UUᵀ + diag d) in float64, since it is large where differences of it are not, (...)."""
         small = 2.0 * self.cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return self.diag.log().sum(-1) + small.to(self.diag.dtype)
+        return self.diag.log().sum(-1, dtype=torch.float64) + small
 
     def trace(self) -> Tensor:
         """tr(UUᵀ + diag d), (...)."""

@@ -63,7 +63,7 @@ class SmallPrecision:
         return self.dense.inv_diag()
 
     def logdet(self) -> Tensor:
-        """Log det(UUᵀ + diag d), (...)."""
+        """Log det(UUᵀ + diag d) in float64, (...)."""
         return self.dense.logdet()
 
 

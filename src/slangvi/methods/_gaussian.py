@@ -103,9 +103,12 @@ class Info(Told):
 
 def kl_to_prior(state: GaussianState, prior: Prior) -> Tensor:
     r"""$\tfrac12[\sum\lambda\,\mathrm{diag}\Sigma + \sum\lambda(\mu-\mu_0)^2 - P - \sum\log\lambda + \log\det]$."""
-    lam = prior.precision
-    spread = (lam * state.precision.inv_diag()).sum(-1) + (lam * (state.loc - prior.mean).square()).sum(-1)
-    return 0.5 * (spread - lam.shape[-1] - lam.log().sum(-1) + state.precision.logdet())
+    lam, double = prior.precision, torch.float64
+    # Sums over many parameters, which nearly cancel.
+    spread = (lam * state.precision.inv_diag()).sum(-1, dtype=double)
+    spread = spread + (lam * (state.loc - prior.mean).square()).sum(-1, dtype=double)
+    kl: Tensor = 0.5 * (spread - lam.shape[-1] - lam.log().sum(-1, dtype=double) + state.precision.logdet())
+    return kl.to(lam.dtype)
 
 
 def start(params: Params, init_precision: Any) -> tuple[ParamSpec, Tensor, Tensor]:
