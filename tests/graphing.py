@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from slangvi import likelihoods
-from slangvi.linalg import lowrank
+from slangvi.linalg import lowrank, products
 from slangvi.methods import _graph, _graph_loop, _graph_runner
 from taping import Tape
 
@@ -133,7 +133,8 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> TapedCuda:
     fake = pretend(TapedCuda(), TapedGraph, monkeypatch)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)
     # On a CPU it is looked at whether a factorisation went well.
-    monkeypatch.setattr(lowrank, "_plain", lambda x, ask=lowrank._plain: not fake.busy and ask(x))
+    for module in (lowrank, products):
+        monkeypatch.setattr(module, "is_plain", lambda x, ask=products.is_plain: not fake.busy and ask(x))
     return fake
 
 

@@ -15,7 +15,7 @@ from replaying import N, Net, assert_same_state, functional, problem, relative, 
 from slangvi import replicas
 from slangvi._steps import Prior
 from slangvi.bench import replicas as bench
-from slangvi.linalg import lowrank
+from slangvi.linalg import lowrank, products
 
 DEVICE = "cuda"
 pytestmark = [
@@ -213,7 +213,7 @@ def test_gram_of_long_rows_is_that_of_float64(rank, weighed, size):
     rows = torch.randn(rank, size, generator=source(), device=DEVICE) + 0.5
     diag = 10 ** (4 * torch.rand(size, generator=source(), device=DEVICE) - 2) if weighed else None
     double = rows.double() if diag is None else rows.double() / diag.double().sqrt()
-    expected, found = double @ double.mT, lowrank.gram_float64(rows, diag)
+    expected, found = double @ double.mT, products.gram_float64(rows, diag)
     lengths = expected.diagonal().sqrt()
     assert float(((found - expected).abs() / (lengths[:, None] * lengths)).max()) <= lowrank._LONG_ROUNDING
 

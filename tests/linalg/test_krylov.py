@@ -69,6 +69,20 @@ def test_small_or_nearly_full_problems_are_decomposed():
         assert found.values.shape == (count,)
 
 
+@pytest.mark.parametrize("plateau", [1e-3, 1e-4, 5e-5, 3e-5, 1e-6])
+def test_no_pair_is_lost_beside_far_larger_ones(plateau, monkeypatch):
+    """Some eigenvalues near 1, the rest far below: none of the small ones may be given up for zero."""
+    monkeypatch.setattr(krylov, "products_are_cheap", lambda matrix: True)
+    for seed in range(8):
+        source = torch.Generator().manual_seed(seed)
+        vectors = torch.linalg.qr(torch.randn(200, 200, dtype=torch.float64, generator=source)).Q
+        spectrum = plateau * (1.0 + 0.3 * torch.rand(200, dtype=torch.float64, generator=source))
+        spectrum[: 2 + seed] = 1.0 + torch.rand(2 + seed, dtype=torch.float64, generator=source)
+        found = leading_eigenpairs((vectors * spectrum) @ vectors.T, 16, 1e-6)
+        assert float(found.values.min()) >= 0.9 * plateau
+        torch.testing.assert_close(found.vectors.norm(dim=0), torch.ones(16, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("cheap", [False, True])
 def test_where_products_are_cheap_close_eigenvalues_need_no_krylov_space(cheap, monkeypatch):
     calls, real = [], krylov._krylov

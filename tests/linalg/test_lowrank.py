@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretending import on_gpu, plain
 from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.linalg import LowRankPrecision, factorize, lowrank, matmul
+from slangvi.linalg import LowRankPrecision, factorize, matmul, products
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-4}  # float32: 20 ε (1 + ‖V‖) at ‖V‖ = 100
 DTYPES = list(TOLERANCE)
@@ -272,90 +271,17 @@ def test_zero_factor_and_no_factor_are_the_diagonal(generator):
         torch.testing.assert_close(p.solve(diag), torch.ones_like(diag), rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("block", [1, 3, 7, 100])
-@pytest.mark.parametrize("weighed", [False, True])
-def test_blocked_gram_equals_the_whole(monkeypatch, block, weighed):
-    factor, diag = (t.float() for t in random_problem(4, 7, 3, (), "random", 10.0, 2.0))
-    given = diag if weighed else None
-    whole = lowrank.gram_float64(factor, given)
-    monkeypatch.setattr(lowrank, "_LONG", 1)
-    monkeypatch.setattr(lowrank, "_BLOCK", block)
-    assert gap_of_grams(lowrank.gram_float64(factor, given), whole) <= 1e-6
-    batched = torch.stack([factor, 2 * factor])
-    torch.testing.assert_close(lowrank.gram_float64(batched, given), torch.stack([whole, 4 * whole]))
-
-
-def gap_of_grams(found: Tensor, expected: Tensor) -> float:
-    """Largest error relative to √(g_ii g_jj)."""
-    lengths = expected.diagonal().sqrt()
-    assert found.dtype is torch.float64
-    return float(((found - expected).abs() / (lengths[:, None] * lengths)).max())
-
-
-@pytest.mark.parametrize("pretend", [lambda x: x, on_gpu], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("size", [1 << 16, (1 << 16) + 4321, 1 << 20])
-@pytest.mark.parametrize("rank", [1, 8, 32])
-@pytest.mark.parametrize("weighed", [False, True])
-def test_gram_of_long_float32_rows_is_that_of_float64(weighed, rank, size, pretend, generator):
-    rows = torch.randn(rank, size, generator=generator)
-    rows[::2] += 1.0  # sums whose terms do not cancel are the harder ones
-    diag = 10 ** (4 * torch.rand(size, generator=generator) - 2) if weighed else None
-    double = rows.double() if diag is None else rows.double() / diag.double().sqrt()
-    found = lowrank.gram_float64(pretend(rows), None if diag is None else pretend(diag))
-    # Weights over four decades leave fewer columns that count, and so fewer roundings that average out.
-    assert gap_of_grams(found.as_subclass(Tensor), double @ double.mT) <= (2e-7 if weighed else 1e-7)
-
-
 def test_long_rows_keep_their_gradient_and_go_through_vmap(monkeypatch):
     """Blocks are written in place, which neither autograd nor vmap can follow: these take another way."""
     factor, diag = (t.float() for t in random_problem(4, 7, 3, (2,), "random", 1.0, 0.3))
     short = [factorize(f, d).logdet() for f, d in zip(factor, diag, strict=True)]
-    monkeypatch.setattr(lowrank, "_LONG", 1)
+    monkeypatch.setattr(products, "LONG", 1)
     torch.testing.assert_close(torch.func.vmap(lambda f, d: factorize(f, d).logdet())(factor, diag), torch.stack(short))
     for watched in ((factor[0].clone().requires_grad_(), diag[0]), (factor[0], diag[0].clone().requires_grad_())):
         value = factorize(*watched).logdet()
         value.backward()
         torch.testing.assert_close(value.detach(), short[0])
         assert any(x.grad is not None and bool(x.grad.any()) for x in watched)
-
-
-def test_gram_of_float32_rows_is_accumulated_in_float64():
-    rows = torch.tensor([[4096.0, 1.0]])
-    assert lowrank.gram_float64(rows).item() == 4096.0**2 + 1.0  # 2²⁴ + 1 is not a float32
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (1, 5), (2, 3, 5), (0, 5)])
-def test_column_squares_are_the_diagonal(shape):
-    rows = torch.randn(*shape, dtype=torch.float64)
-    expected = (rows.mT @ rows).diagonal(dim1=-2, dim2=-1)
-    for found in (
-        lowrank.column_squares(rows),
-        lowrank.column_squares(rows.clone().requires_grad_()).detach(),
-        torch.func.vmap(lowrank.column_squares)(rows.unsqueeze(0)).squeeze(0),
-        plain(lowrank.column_squares(on_gpu(rows))),
-    ):
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("size", [5, 2 << 10, (5 << 10) + 7])
-def test_contract_is_the_product_with_the_transpose(size):
-    rows, others = torch.randn(3, size), torch.randn(2, size)
-    expected = rows.double() @ others.double().T
-    for pretend in (lambda x: x, on_gpu):
-        for dtype in (None, torch.float64):
-            found = lowrank.contract(pretend(rows), pretend(others), dtype).as_subclass(Tensor)
-            assert found.dtype is (dtype or torch.float32)
-            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("batch", [(), (2,)])
-@pytest.mark.parametrize("rank", [1, 3])
-def test_mix_and_sums_are_products_and_sums(rank, batch):
-    weights, rows = torch.randn(*batch, 4, rank), torch.randn(*batch, rank, 6)
-    torch.testing.assert_close(lowrank.mix(weights, rows), weights @ rows)
-    vectors = torch.randn(3, *batch, 6)
-    for found in (lowrank.sums(*vectors), plain(lowrank.sums(*map(on_gpu, vectors)))):
-        torch.testing.assert_close(found, vectors.sum(-1).movedim(0, -1))
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3, 9])

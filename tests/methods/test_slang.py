@@ -383,3 +383,35 @@ def test_rounding_does_not_add_up_in_the_diagonal_of_float32(alone):
     excess = (state.prec_diag - 0.01) / (torch.finfo(torch.float32).eps * whole.amax(-1, keepdim=True))
     assert float(excess.abs().mean()) < 5.0  # 20 if rounding that is positive is kept, and negative is not
     assert float(state.prec_diag.min()) >= 0.0099
+
+
+class Halves(nn.Module):
+    """A linear model whose weights are two parameters."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.first, self.second = (nn.Linear(size // 2, 1, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        left, right = x.chunk(2, -1)
+        return self.first(left) + self.second(right)
+
+
+@pytest.mark.parametrize("size", [30, 300])
+def test_rates_of_groups_are_not_rounded_alike_at_every_step(size):
+    """Rank 7 holds all of a curvature of rank 3, which two rates make one of 6, and d stays at the prior."""
+    model, source = Halves(size), torch.Generator().manual_seed(0)
+    groups = [{"params": model.first.parameters(), "precision_lr": 2e-3}, {"params": model.second.parameters()}]
+    opt = slangvi.SLANG(
+        model, groups, num_data=200, rank=7, lr=1e-6, precision_lr=1.3e-3, precision_warmup=False, generator=source
+    )
+    span = torch.randn(3, size, generator=source)
+    for _ in range(300):
+        x, y = 10 * torch.randn(40, 3, generator=source) @ span, torch.randn(40, 1, generator=source)
+        with opt.sampled_params(train=True):
+            opt.zero_grad()
+            (0.5 * F.mse_loss(model(x), y)).backward()
+        opt.step()
+    q = opt.posterior
+    rounding = torch.finfo(torch.float32).eps * q.prec_factor.square().sum(-1)
+    assert float(((q.prec_diag - 1.0) / rounding).abs().mean()) < 15.0

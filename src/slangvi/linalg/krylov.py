@@ -114,11 +114,11 @@ def _batched(matrix: Tensor, count: int, tolerance: float, start: int) -> Eigenp
 def _looks(matrix: Tensor, count: int, tolerance: float, start: int) -> Iterator[tuple[Eigenpairs, Tensor]]:
     """What the subspace iteration has, and whether that is good enough, each time it looks."""
     block = starting_block(matrix.shape[-1], count, start, matrix.dtype, matrix.device)
-    block, filters = sharpened(matrix.__matmul__, block, STEPS), products_are_cheap(matrix)
-    for left in reversed(range(GPU_LOOKS if filters else LOOKS)):
+    block, cheap = sharpened(matrix.__matmul__, block, STEPS), products_are_cheap(matrix)
+    for left in reversed(range(GPU_LOOKS if cheap else LOOKS)):
         values, inner, residual, edge = ritz(projected(matrix.__matmul__, block), count)
         yield Eigenpairs(values, block @ inner, residual), residual <= _allowed(tolerance, values)
-        if left and filters:
+        if left and cheap and bool((edge > 0).all()):
             block = filtered(matrix.__matmul__, block, edge)
         elif left:
             block = sharpened(matrix.__matmul__, block, STEPS)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from slangvi.linalg.dense import DensePrecision, factorize_dense
-from slangvi.linalg.lowrank import LowRankPrecision, factorize, product
+from slangvi.linalg.lowrank import LowRankPrecision, factorize
+from slangvi.linalg.products import product
 
 __all__ = ["SmallPrecision", "factorize_batch"]
 

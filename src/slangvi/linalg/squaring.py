@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slangvi.linalg.krylov import Eigenpairs
-from slangvi.linalg.lowrank import product
+from slangvi.linalg.products import product
 from slangvi.linalg.subspace import orthonormal, sharpened, starting_block
 
 __all__ = ["pairs_by_squaring"]

@@ -38,8 +38,9 @@ OVERSAMPLING = 4
 _CHANCE = 0.1
 # A zero of T₃(x) = 4x³ − 3x.
 _ZERO = 3**0.5 / 2
-# What a filter damps reaches at least so far, relative to the largest eigenvalue.
-_LEAST_EDGE = 1e-12
+# Edge of a filter relative to the largest eigenvalue, below which that one would grow so much that others are lost
+# beside it. There powers of K tell eigenvalues apart quickly anyway.
+_STEEP = 1e-4
 # Directions of a basis that are this many roundings long are not there.
 _ROUNDING = 1e3
 
@@ -51,7 +52,8 @@ class Ritz(NamedTuple):
         values: θ, largest first, clamped at 0, (..., L).
         inner: coordinates of the Ritz vectors in X, (..., b, L).
         residual: largest ‖Ky − θy‖ of the L pairs, (...).
-        edge: the smallest θ of all of X, above which lies what `filtered` is to bring out, (...).
+        edge: the smallest θ of all of X, above which lies what `filtered` is to bring out; 0 where that would do harm,
+            because it is too small beside the largest or X has directions within its rounding, (...).
     """
 
     values: Tensor
@@ -182,7 +184,7 @@ def ritz(small: Tensor, count: int) -> Ritz:
     there = sizes > _ROUNDING * gram.shape[-1] * info.eps
     white = axes * torch.where(there, sizes.clamp_min(info.tiny).rsqrt(), 0.0).unsqueeze(-2)
     values, turned = torch.linalg.eigh(white.mT @ (first * scale) @ white)
-    edge = torch.maximum(values[..., 0], _LEAST_EDGE * values[..., -1]).clamp_min(info.tiny)
+    edge = torch.where((values[..., 0] > _STEEP * values[..., -1]) & there.all(-1), values[..., 0], 0.0)
     values, turned = values[..., -count:].flip(-1), turned[..., -count:].flip(-1)
     inner = white @ turned
     square = (inner * ((second * scale) @ inner)).sum(-2) - values.square()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from slangvi.linalg import krylov
 from slangvi.linalg.krylov import Eigenpairs, decomposed, iteration_pays, leading_eigenpairs
-from slangvi.linalg.lowrank import column_squares, contract, gram_float64, mix, product
+from slangvi.linalg.products import column_squares, contract, gram_float64, mix, product
 from slangvi.linalg.subspace import OVERSAMPLING, projected, ritz, sharpened, starting_block
 from slangvi.linalg.tracking import first_rounds, tracked, tracking_pays
 from slangvi.types import GradientOperator
@@ -221,7 +221,7 @@ class Problem:
             if found is not None:
                 return found
             return replace(self, route="gram").pairs()
-        return pairs_of(self.matrix, self.factor, self.route)
+        return pairs_of(self.matrix, self.factor, self.route, tried)
 
     def _applied_pairs(self, rank: int) -> Eigenpairs | None:
         """Without ever forming K; None when the iteration is too slow."""
@@ -236,7 +236,8 @@ class Problem:
 
     @cached_property
     def _keep_root(self) -> float | Tensor:
-        return self.keep**0.5
+        # A rounded root of what differs by column would be rounded alike at every step.
+        return self.keep.to(torch.float64) ** 0.5 if isinstance(self.keep, Tensor) else self.keep**0.5
 
     @cached_property
     def _gain_root(self) -> float | Tensor:
@@ -251,7 +252,7 @@ class Problem:
     def _old(self) -> Tensor:
         """U, weighed where a differs by column: numbers scale the small matrices, vectors the columns."""
         by_column = isinstance(self._keep_root, Tensor) and self._keep_root.ndim > 0
-        return self._keep_root * self.factor if by_column else self.factor
+        return (self._keep_root * self.factor).to(self.factor.dtype) if by_column else self.factor
 
     @property
     def _roots(self) -> tuple[float | Tensor, float | Tensor]:
@@ -260,12 +261,12 @@ class Problem:
         return a, b
 
 
-def pairs_of(matrix: Tensor, factor: Tensor, route: Route) -> Eigenpairs:
+def pairs_of(matrix: Tensor, factor: Tensor, route: Route, tried: bool = False) -> Eigenpairs:
     """Leading eigenpairs of formed small matrices (..., n, n), for the factors (..., L, P) they belong to."""
     rank = factor.shape[-2]
     if route == "parameters":
         return leading_eigenpairs(matrix, min(rank, matrix.shape[-1]))
-    return leading_eigenpairs(matrix, rank, TOLERANCE.get(factor.dtype, 0.0), start=rank)
+    return leading_eigenpairs(matrix, rank, TOLERANCE.get(factor.dtype, 0.0), start=rank, tried=tried)
 
 
 def choose_route(factor: Tensor, gradients: GradientOperator) -> Route:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slangvi.linalg.lowrank import product
+from slangvi.linalg.products import product
 
 __all__ = ["Tracked", "first_rounds", "tracked", "tracking_pays"]
 

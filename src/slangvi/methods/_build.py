@@ -223,7 +223,7 @@ class Common(Basics):
             given = (state, batch, generator, *self._rates(step))
             new, info = (replay and replay(*given)) or eagerly(*given)
             if self._watch.due(step) and state.loc.ndim == 1:
-                self._watch.look(state, new, self.prior_of(state), self.rate(step), self.momentum)
+                self._watch.look(state, new, self.prior_of(state), given[3], self.momentum)
             return new, info
 
         return self.framed(init, take, sample, posterior)

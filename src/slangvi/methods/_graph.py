@@ -27,7 +27,7 @@ from torch import Tensor
 from slangvi._steps import mean_gradient
 from slangvi.linalg import LowRankPrecision, krylov
 from slangvi.linalg.krylov import iteration_pays
-from slangvi.linalg.lowrank import column_squares, sums
+from slangvi.linalg.products import column_squares, sums
 from slangvi.linalg.subspace import filtered, projected, pursued, ritz, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE, relative_residual
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
@@ -97,7 +97,7 @@ class Captured(ABC):
             self._rehearse()
             self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
             # In one go first: what that leaves behind is not needed, and its memory goes to the others.
-            iterated = [self.once, self.twice, self.thrice, self.watch, self.again, self.move_along]
+            iterated = [self.once, self.twice, self.thrice, self.watch, self.again, self.sift, self.move_along]
             pieces = iterated if self.iterates else [self.watch]
             for piece in (*pieces, self.move_to_given, *self.extra_pieces()):
                 self.graphs[piece.__name__] = capture_graph(piece, self._pool, self.state.device, self.generator)
@@ -115,6 +115,7 @@ class Captured(ABC):
                 self.once()
                 self.watch()
                 self.again()
+                self.sift()
                 self.move_along()
             self.move_to_given()
             self.state.copy_(kept)
@@ -210,10 +211,17 @@ class Captured(ABC):
         self.head = self._returned("head", checks)
 
     def again(self) -> None:
-        """A few more products with the small matrix, as a filter that tells close eigenvalues apart."""
-        apply, edge = self.observed.problem.apply, self.edge.to(self.state.device, non_blocking=True)
-        self.block.copy_(filtered(apply, self.block, edge[0]))
-        self.more = self._returned("more", projected(apply, self.block).flatten())
+        """A few more products with the small matrix."""
+        self._improve(sharpened(self.observed.problem.apply, self.block, krylov.STEPS))
+
+    def sift(self) -> None:
+        """The same, as a filter that tells close eigenvalues apart."""
+        edge = self.edge.to(self.state.device, non_blocking=True)
+        self._improve(filtered(self.observed.problem.apply, self.block, edge[0]))
+
+    def _improve(self, block: Tensor) -> None:
+        self.block.copy_(block)
+        self.more = self._returned("more", projected(self.observed.problem.apply, self.block).flatten())
 
     def move_along(self) -> None:
         """The new state, from Ritz pairs whose coordinates in the block come from the CPU."""
@@ -403,7 +411,7 @@ class Captured(ABC):
                 return values, float(residual) / max(float(values[0]), sys.float_info.min)
             if look < _LOOKS - 1:
                 self.edge[0] = edge
-                self.graphs["again"].replay()
+                self.graphs["sift" if float(edge) > 0 else "again"].replay()
                 self._wait()
                 found = self.more
         pairs = self.observed.problem.pairs(tried=self.iterates)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slangvi._steps import Prior, lerp, mean_gradient
 from slangvi.linalg import Problem, Route, choose_route
-from slangvi.linalg.lowrank import column_squares, sums
+from slangvi.linalg.products import column_squares, sums
 from slangvi.linalg.small import factorize_batch
 from slangvi.linalg.topk import averaged_diagonal
 from slangvi.types import GradientOperator

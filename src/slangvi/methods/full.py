@@ -216,8 +216,8 @@ def build(
             several P×P matrices, whatever the limit.
         routes: what the factored engine forms; None leaves it to counting.
         on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
-            step, as long as the steps of one run follow each other: "warn" once, "raise" `DivergenceError`, or
-            "ignore". Results are the same.
+            step, as long as the steps of one run follow each other: "warn", once for what is built here, "raise"
+            `DivergenceError`, or "ignore". Results are the same.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and

@@ -25,7 +25,7 @@ from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
 from slangvi.linalg.assignment import best_assignment
 from slangvi.linalg.krylov import Eigenpairs, leading_eigenpairs
-from slangvi.linalg.lowrank import column_squares, gram_float64
+from slangvi.linalg.products import column_squares, gram_float64
 from slangvi.linalg.small import factorize_batch
 from slangvi.linalg.subspace import projected, ritz, sharpened, starting_block
 from slangvi.linalg.topk import Route, padded_spectrum, relative_residual
@@ -275,8 +275,8 @@ def build(
         memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take.
         routes: what the factored engine forms; None leaves it to counting. The Gram is always formed here.
         on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
-            step, as long as the steps of one run follow each other: "warn" once, "raise" `DivergenceError`, or
-            "ignore". Results are the same.
+            step, as long as the steps of one run follow each other: "warn", once for what is built here, "raise"
+            `DivergenceError`, or "ignore". Results are the same.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and

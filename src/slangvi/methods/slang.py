@@ -167,8 +167,8 @@ def build(
             returns while the device still works, and waits when state or info are looked at: a step that failed
             raises then, at the latest in the next `update`, and its state becomes the one before it.
         on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
-            step, as long as the steps of one run follow each other: "warn" once, "raise" `DivergenceError`, or
-            "ignore". Results are the same.
+            step, as long as the steps of one run follow each other: "warn", once for what is built here, "raise"
+            `DivergenceError`, or "ignore". Results are the same.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and

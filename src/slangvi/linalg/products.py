@@ -1,0 +1,160 @@
+"""Products of few rows that may be very long: by blocks on a GPU, in float64 where digits would be lost."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "LONG",
+    "against",
+    "column_squares",
+    "contract",
+    "gram_float64",
+    "is_long",
+    "is_plain",
+    "lift",
+    "mix",
+    "product",
+    "sums",
+]
+
+# Rows from this length on are long. So many of their columns are summed in float32, as BLAS pleases, and these sums in
+# float64. A CPU takes so many of them at once, or more where there would be more parts than this. Not a power of two,
+# since rows that far apart would compete for the same lines of its cache.
+LONG = 1 << 16
+_BLOCK = 1000
+_BLOCKS_AT_ONCE = 64
+_MOST_PARTS = 128
+# From this length on rows are squared one after the other.
+_WIDE = 8000
+# Entries of long rows that one block of a GPU multiplies.
+_CHUNK = 1 << 10
+
+
+def gram_float64(rows: Tensor, diag: Tensor | None = None) -> Tensor:
+    """Rows times their transpose, in float64.
+
+    Long float32 rows are multiplied in float32, some thousand columns at a time, and the products are added in float64:
+    the rounding of many short sums averages out (to about 1e-7, tested), and float64 products would take several times
+    as long.
+
+    Args:
+        rows: (..., K, P).
+        diag: columns are divided by its square root first, (..., P).
+
+    Returns:
+        (..., K, K).
+    """
+    plain = rows.is_cuda or (is_plain(rows) and (diag is None or is_plain(diag)))
+    if is_long(rows) and plain:
+        return _gram_of_long_rows(rows, None if diag is None else diag.rsqrt())
+    weights = None if diag is None else diag.to(torch.float64).rsqrt().unsqueeze(-2)
+    double = rows.to(torch.float64) if weights is None else rows * weights
+    return product(double, double.mT)
+
+
+def is_long(rows: Tensor) -> bool:
+    """Whether float64 products of them would take too long."""
+    return rows.ndim == 2 and rows.dtype is torch.float32 and rows.shape[-1] >= LONG
+
+
+def _gram_of_long_rows(rows: Tensor, weights: Tensor | None) -> Tensor:
+    if rows.device.type == "cuda":
+        scaled = rows if weights is None else rows * weights
+        return contract(scaled, scaled, torch.float64)
+    rank, size = rows.shape
+    width = max(_BLOCKS_AT_ONCE, -(-size // (_MOST_PARTS * _BLOCK))) * _BLOCK
+    total = rows.new_zeros(rank, rank, dtype=torch.float64)
+    scratch = rows.new_empty(0 if weights is None else rank * min(width, size))
+    for start in range(0, size, width):
+        part = rows[:, start : start + width]
+        if weights is not None:
+            space = scratch[: part.numel()].view(part.shape)
+            part = torch.mul(part, weights[start : start + width], out=space)
+        total += _in_blocks(part, part, _BLOCK)
+    return total
+
+
+def is_plain(x: Tensor) -> bool:
+    """Neither autograd nor vmap watches, so that results may be written in place."""
+    if x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return forward_ad.unpack_dual(x).tangent is None
+
+
+def column_squares(rows: Tensor) -> Tensor:
+    """Diagonal of UUᵀ for U by rows, (..., L, P) → (..., P)."""
+    if rows.device.type == "cpu" and rows.ndim == 2 and len(rows) and rows.shape[1] >= _WIDE and is_plain(rows):
+        total = rows[0].square()
+        for row in rows[1:]:
+            total.addcmul_(row, row)  # one row after the other stays in the cache, all squares together do not
+        return total
+    if rows.device.type == "cuda":
+        lengths: Tensor = torch.linalg.vector_norm(rows, dim=rows.ndim - 2)  # one pass, without the squares in between
+        return lengths.square_() if is_plain(lengths) else lengths.square()
+    return rows.square().sum(-2)
+
+
+def contract(rows: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Inner products over long rows, (L, P) and (K, P) → (L, K), in the rows' dtype or another.
+
+    A GPU has no good kernel for matrices this thin; on many chunks at once it does well. The sums of the chunks are
+    added in float64.
+    """
+    many = rows.device.type == "cuda" and rows.shape[-1] >= 2 * _CHUNK
+    found = _in_blocks(rows, others, _CHUNK) if many else rows @ others.mT
+    return found.to(dtype or rows.dtype)
+
+
+def _in_blocks(rows: Tensor, others: Tensor, block: int) -> Tensor:
+    """Inner products, (L, P) and (K, P) → (L, K), float64: within blocks of columns in the rows' dtype, then added."""
+    count = rows.shape[-1] // block
+    left, right = (x[:, : count * block].unflatten(-1, (count, block)).transpose(0, 1) for x in (rows, others))
+    total: Tensor = torch.bmm(left, right.mT).sum(0, dtype=torch.float64)
+    if rows.shape[-1] > count * block:
+        total = total + rows[:, count * block :] @ others[:, count * block :].mT
+    return total
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Matrices or batches of them multiplied, without the reshaping that matmul does to a batch first."""
+    return torch.bmm(a, b) if a.ndim == 3 == b.ndim and len(a) == len(b) else a @ b
+
+
+def against(rows: Tensor, vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows (..., L, P) against x (..., P) → (..., L), in x's dtype or another; further dimensions of x are samples."""
+    if rows.ndim == 2 and vector.ndim <= 2:
+        return contract(vector, rows, dtype) if vector.ndim == 2 else contract(vector[None], rows, dtype)[0]
+    if rows.ndim == 2:
+        found = vector @ rows.mT
+    elif vector.ndim == rows.ndim:  # samples go through one product for each member of the batch
+        found = product(vector.movedim(0, -2), rows.mT).movedim(-2, 0)
+    else:
+        found = product(rows, vector.unsqueeze(-1)).squeeze(-1)
+    return found.to(dtype or vector.dtype)
+
+
+def sums(*vectors: Tensor) -> Tensor:
+    """The sum of each vector (..., P), (..., K); short ones of one dtype are added in one go, and so does a GPU."""
+    alike = all(vector.dtype == vectors[0].dtype for vector in vectors)
+    if alike and (vectors[0].device.type == "cuda" or vectors[0].numel() < LONG):
+        return torch.stack(vectors, -2).sum(-1)
+    return torch.stack([vector.sum(-1) for vector in vectors], -1)
+
+
+def mix(weights: Tensor, rows: Tensor) -> Tensor:
+    """Rows combined with weights, (..., K, L) and (..., L, P) → (..., K, P); an outer product is no work for a GEMM."""
+    return weights * rows if rows.shape[-2] == 1 else product(weights, rows)
+
+
+def lift(rows: Tensor, inner: Tensor) -> Tensor:
+    """Rows (..., L, P) combined with the weights y (..., L) → (..., P)."""
+    if rows.ndim == 2 and inner.ndim > 1:
+        return mix(inner, rows)
+    if rows.ndim == 2:
+        return inner * rows[0] if len(rows) == 1 else inner @ rows
+    if inner.ndim == rows.ndim:
+        return mix(inner.movedim(0, -2), rows).movedim(-2, 0)
+    return product(inner.unsqueeze(-2), rows).squeeze(-2)
