@@ -38,12 +38,12 @@ SLANG; τ and λ are taken from its search for `slang_1`, so that both methods c
 $\\alpha = {OWN["lr"]}$ and $\\beta = {OWN["precision_lr"]}$ and fall along a half cosine; α adds up to
 {OWN["total"]:g} at most. Faster ones, as SLANG can have, are too fast for OnlineEig: an average of eigenvectors that
 point here and there is shorter than they are, and the precision too small where curvature is largest. With
-$\\beta = 0.01$ the runs of an earlier table ended at a median RMSE of 63 on Concrete and of 274 on Wine, and the worst of
-Boston at 52,128. The slower rate was judged on a fifth of each training part that was held out, on eight splits with
-the median τ and λ of its search: the worst RMSE was 0.68 on Wine, 0.67 on Energy and 1.7 on Yacht; rates that do not fall ended
-eight runs on Wine at 116 at worst. The paper's table of OnlineEig had one box for all sets, and for all sets the
-learning rates "α = 0.01 and β = (0.9, 0.999)". ✓ means at least as good as the paper's, up to one standard error of
-its own; *better* that it is strictly better.
+$\\beta = 0.01$ the runs of an earlier table ended at a median RMSE of 63 on Concrete and of 274 on Wine, and the
+worst of Boston at 52,128. The slower rate was judged on a fifth of each training part that was held out, on eight
+splits with the median τ and λ of its search: the worst RMSE was 0.68 on Wine, 0.67 on Energy and 1.7 on Yacht; rates
+that do not fall ended eight runs on Wine at 116 at worst. The paper's table of OnlineEig had one box for all sets,
+and for all sets the learning rates "α = 0.01 and β = (0.9, 0.999)". ✓ means at least as good as the paper's, up to
+one standard error of its own; *better* that it is strictly better.
 
 The paper also shows a figure of "convergence of a Bayesian neural network on the Energy dataset", in which "better
 structured approximation leads to faster convergence". It does not say which quantity, methods and splits are drawn; the
