@@ -414,3 +414,20 @@ def test_solutions_in_float32_are_right_along_a_factor_that_dominates(size, domi
     gram = factor.double() @ factor.double().T
     expected = torch.linalg.solve(torch.eye(4).double() + gram, gram.sum(1))
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("size", [500, 50_000])
+@pytest.mark.parametrize("dominance", [1e4, 1e10])
+def test_draws_in_float32_are_right_along_a_factor_that_dominates(size, dominance):
+    """Uᵀ of a draw has variance 1, whatever U: what is taken away from the noise leaves a part in √dominance of it."""
+    source = torch.Generator().manual_seed(0)
+    diag, directions = torch.rand(size, generator=source) + 0.5, torch.randn(4, size, generator=source)
+    factor = directions / directions.norm(dim=1, keepdim=True) * (dominance * diag).sqrt()
+    noise = torch.randn(16, size, generator=source)
+    p, exact = factorize(factor, diag), factorize(factor.double(), diag.double())
+    for found, expected in (
+        (p.transform_noise(noise), exact.transform_noise(noise.double())),
+        (p.whiten(noise * factor[0]), exact.whiten((noise * factor[0]).double())),
+    ):
+        off = (found.double() - expected) @ factor.double().T
+        assert float(off.square().mean().sqrt()) < 0.1 * float((expected @ factor.double().T).square().mean().sqrt())

@@ -85,7 +85,7 @@ class LowRankPrecision:
         if self._is_narrow:
             return self._double_rooted.transform_noise(noise.to(torch.float64)).to(noise.dtype)
         white = noise * self.shrink
-        rooted = self._rooted(against(self.factor, white))
+        rooted = self._rooted(white)
         return torch.addcdiv(white, lift(self.factor, rooted), self.diag)
 
     def whiten(self, rows: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class LowRankPrecision:
         if self._is_narrow:
             return self._double_rooted.whiten(rows.to(torch.float64)).to(rows.dtype)
         white = rows * self.shrink
-        rooted = self._rooted(against(self.factor, white * self.shrink))
+        rooted = self._rooted(white * self.shrink)
         return torch.addcmul(white, lift(self.factor, rooted), self.shrink)
 
     @kept
@@ -128,7 +128,7 @@ class LowRankPrecision:
             return drawn if loc is None else loc + drawn
         # The same without a temporary for every step on the way.
         white = noise.mul_(self.shrink)
-        rooted = self._rooted(against(self.factor, white))
+        rooted = self._rooted(white)
         white.addcdiv_(lift(self.factor, rooted), self.diag)
         return white if loc is None else white.add_(loc)
 
@@ -149,15 +149,15 @@ class LowRankPrecision:
         self.double.__dict__.setdefault("spectrum", self.spectrum)
         return self.double
 
-    def _rooted(self, inner: Tensor) -> Tensor:
-        """c(VᵀV) y for y of shape (..., L)."""
-        double = inner.to(torch.float64)
+    def _rooted(self, white: Tensor) -> Tensor:
+        """c(VᵀV) Uᵀx for x of shape (..., P), (..., L); in float64 up to the end, for what it takes away from x."""
+        double = against(self.factor, white, torch.float64)
         if self.gram.shape[-1] and not is_plain(self.gram):
             found: Tensor = InverseRoot.apply(self.gram, double, *self.spectrum)  # type: ignore[no-untyped-call]
         else:
             roots, vectors = self.spectrum
             found = turn(vectors, damped(turn(vectors.mT, double), roots))
-        return found.to(inner.dtype)
+        return found.to(white.dtype)
 
     def inv_diag(self) -> Tensor:
         """Diagonal of (UUᵀ + diag d)⁻¹, (..., P).

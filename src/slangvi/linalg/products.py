@@ -101,10 +101,12 @@ def contract(rows: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> 
     """Inner products over long rows, (L, P) and (K, P) → (L, K), in the rows' dtype or another.
 
     A GPU has no good kernel for matrices this thin; on many chunks at once it does well. The sums of the chunks are
-    added in float64.
+    added in float64. A CPU does so where float64 is asked for.
     """
-    many = rows.device.type == "cuda" and rows.shape[-1] >= 2 * _CHUNK
-    found = _in_blocks(rows, others, _CHUNK) if many else rows @ others.mT
+    block = _CHUNK if rows.device.type == "cuda" else _BLOCK
+    exact = dtype is torch.float64 and rows.dtype is not torch.float64
+    many = rows.shape[-1] >= 2 * block and (exact or rows.device.type == "cuda")
+    found = _in_blocks(rows, others, block) if many else rows @ others.mT
     return found.to(dtype or rows.dtype)
 
 
