@@ -273,6 +273,9 @@ def test_the_page_says_where_cells_were_computed(settings, tmp_path):
     text, _ = uci.section(settings.out, tmp_path)
     assert f"1.5 process minutes on a far machine (Python {about['python']}, torch 9.9)" in text
     assert f"process minutes on {about['device']} (Python {about['python']}, torch {torch.__version__})" in text
+    assert "The last command" not in text  # it took seconds, which says nothing
+    path.write_text(json.dumps(about | {"wall_seconds": 150.0, "jobs": 2}))
+    assert "The last command took 2.5 minutes, 2 at a time." in uci.section(settings.out, tmp_path)[0]
 
 
 def test_the_page_says_where_ours_is_as_good(settings, tmp_path):

@@ -67,10 +67,9 @@ def made_by(path: Path, repeats: str = "splits") -> str:
     words, chosen = {"epochs": "epochs", "splits": repeats}, about["settings"]
     lengths = [_counted(chosen[key], word) for key, word in words.items() if key in chosen]
     facts = ", ".join([*lengths, *_spent(about)])
-    return (
-        f"`{about['command']}` on {about['date']}, slangvi {about['slangvi']}: {facts}.\n"
-        f"The last command took {wall:.1f} minutes, {about['jobs']} at a time.\n"
-    )
+    # A command that finds everything finished only writes the tables, and its time says nothing.
+    took = f"The last command took {wall:.1f} minutes, {about['jobs']} at a time.\n" if wall >= 1.0 else ""
+    return f"`{about['command']}` on {about['date']}, slangvi {about['slangvi']}: {facts}.\n{took}"
 
 
 def _counted(count: int, plural: str) -> str:
