@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +105,20 @@ class Basics:
         return Transform(begin, advance, sample, posterior)
 
 
+class _Unseen(NamedTuple):
+    """A step that was still running when it was to be looked at.
+
+    Args:
+        loc: μ before it, (P,).
+        after: the state after it, if it is still there.
+        lr: α.
+    """
+
+    loc: Tensor
+    after: weakref.ref[GaussianState]
+    lr: float
+
+
 class Common(Basics):
     """What methods that need the gradient of every example are told; `transform` makes pure functions of it.
 
@@ -172,6 +187,7 @@ class Common(Basics):
         self._gather = self.factored or dense_gatherer(log_likelihood, memory_limit)
         self._precision_lr = precision_lr
         self._watch = Watch(_checks.choice("on_divergence", on_divergence, REACTIONS), REMEDY)
+        self._unseen: _Unseen | None = None
         self._warms_up = _checks.flag("precision_warmup", precision_warmup)
 
     @property
@@ -221,12 +237,24 @@ class Common(Basics):
         def take(state: StateT, batch: Any, generator: torch.Generator | None) -> tuple[StateT, Any]:
             step = state.step + 1
             given = (state, batch, generator, *self._rates(step))
-            new, info = (replay and replay(*given)) or eagerly(*given)
-            if self._watch.due(step) and state.loc.ndim == 1:
-                self._watch.look(state, new, self.prior_of(state), given[3], self.momentum)
+            replayed = replay and replay(*given)
+            new, info = replayed or eagerly(*given)
+            self._look(state, new, step, given[3], running=bool(replayed))
             return new, info
 
         return self.framed(init, take, sample, posterior)
+
+    def _look(self, state: GaussianState, new: GaussianState, step: int, lr: float, running: bool) -> None:
+        """Show a step to the watch; one that still runs when the step after it has been taken, so as not to wait."""
+        seen, self._unseen = self._unseen, None
+        if seen is not None and seen.after() is state:
+            self._watch.look(seen, state, self.prior_of(state), seen.lr, self.momentum)
+        if not self._watch.due(step) or state.loc.ndim > 1:
+            return
+        if running and self._watch.reaction == "warn":
+            self._unseen = _Unseen(state.loc.clone(), weakref.ref(new), lr)
+        else:
+            self._watch.look(state, new, self.prior_of(state), lr, self.momentum)
 
     def _rates(self, step: int) -> tuple[float, float | None]:
         """α and β of a step."""
