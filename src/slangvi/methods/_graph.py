@@ -38,7 +38,7 @@ from slangvi.types import GradientOperator
 __all__ = ["Captured"]
 
 # Looks at the residual before the eigenproblem is left to the eager routes.
-_LOOKS = 6
+_LOOKS = krylov.GPU_LOOKS
 # Steps in one go, by rounds of the eigenproblem; the lack of orthogonality allowed in them, and the most steps that are
 # taken in halves after all have failed.
 _WAYS = ("once", "twice", "thrice")
