@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from slangvi.experiments._cells import Cell
+from slangvi.experiments._earlier import untold
 from slangvi.experiments._results import (
     Posterior,
     Row,
@@ -19,6 +21,7 @@ from slangvi.experiments._results import (
     write_rows,
     write_table,
 )
+from slangvi.experiments._settings import Settings
 
 
 def test_aggregates_over_splits():
@@ -96,3 +99,14 @@ def test_strange_json_is_refused(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match="was not written by `slangvi reproduce`"):
         read_about(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(("extend", "left"), [(False, ["a", "b", "c"]), (True, ["b", "c"])])
+def test_tables_are_extended_by_what_they_do_not_hold_with_the_same_settings(extend, left, tmp_path):
+    cells = [Cell("g", "data", method, {"lr": 0.1}, "module:work") for method in "abc"]
+    prints = {"data a": cells[0].fingerprint, "data b": "another"}
+    told = {label: {"fingerprint": each} for label, each in prints.items()}
+    write_about(tmp_path / "t.json", {"settings": {"epochs": 1, "splits": 1}, "seconds": 1.0, "cells": told})
+    found = untold(cells, Settings(extend=extend), tmp_path / "t.json")
+    assert [cell.method for cell in found] == left
+    assert untold(cells, Settings(extend=extend), tmp_path / "none.json") == cells

@@ -61,6 +61,7 @@ def _command(name: str) -> click.Command:
     @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
     @click.option("--jobs", type=click.IntRange(1), help="Processes; if not given, one for each core, or one on a GPU.")
     @click.option("--force", is_flag=True, help="Compute again what is finished.")
+    @click.option("--extend", is_flag=True, help="Do not compute again what the tables hold with the same settings.")
     def command(**options: Any) -> None:
         _run(name, **options)
 

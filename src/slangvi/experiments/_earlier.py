@@ -9,8 +9,9 @@ from typing import Any
 from slangvi._environment import PLATFORM
 from slangvi.experiments._cells import Cell
 from slangvi.experiments._results import Posterior, Row, read_about, read_posteriors, read_table
+from slangvi.experiments._settings import Settings
 
-__all__ = ["Earlier", "label_of"]
+__all__ = ["Earlier", "cells_told", "label_of", "untold"]
 
 # They say where and how much was computed, not what.
 _ELSEWHERE = ("device", "quick")
@@ -19,6 +20,18 @@ _ELSEWHERE = ("device", "quick")
 def label_of(line: Mapping[str, Any]) -> str:
     """The cell behind a line that names its data set and its method."""
     return f"{line['dataset']} {line['method']}"
+
+
+def cells_told(about: Path) -> Mapping[str, Any]:
+    """What the JSON of earlier results says of its cells, by label; nothing where there is none."""
+    found: Mapping[str, Any] = read_about(about).get("cells", {}) if about.is_file() else {}
+    return found
+
+
+def untold(wanted: Iterable[Cell], settings: Settings, about: Path) -> list[Cell]:
+    """Chosen cells; where tables are to be extended, only those that are not in them with the same settings."""
+    known = cells_told(about) if settings.extend else {}
+    return [cell for cell in wanted if known.get(cell.label, {}).get("fingerprint") != cell.fingerprint]
 
 
 class Earlier:

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slangvi.experiments import _pages
-from slangvi.experiments._cells import Cell
+from slangvi.experiments._cells import Cell, read_cell, write
+from slangvi.experiments._earlier import cells_told
 from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._logistic_tables import Finished
 from slangvi.experiments._results import read_table
@@ -60,6 +63,24 @@ class Tuning:
                 measured = [float(stored.arrays[name][0]) for name in METRICS[:2]]
                 found[cell.label] = (*tried, *measured, picked.get(cell.label, known.get(tried, "")))
         return list(found.values())
+
+    def bring_back(self, finals: Sequence[Cell], about: Path, folder: Path) -> None:
+        """Make cells of settings that were tried elsewhere from what the tables tell: what they scored is all of use.
+
+        Args:
+            finals: cells that are to choose from them.
+            about: the JSON of the earlier results, with the table beside it.
+            folder: of cells.
+        """
+        told, path = cells_told(about), about.with_name(f"{about.stem}-tuning.csv")
+        lines = read_table(path, self.columns) if path.is_file() else []
+        scored = {self._read_back(line): [float(line[name]) for name in _MEASURED[:2]] for line in lines}
+        for cell, setting in _searched(finals):
+            facts, values = told.get(cell.label, {}), scored.get(self._tried(cell, setting))
+            same = facts.get("fingerprint") == cell.fingerprint
+            if same and values is not None and read_cell(cell, folder) is None:
+                arrays = {name: np.array([value]) for name, value in zip(METRICS[:2], values, strict=True)}
+                write(cell.path(folder), arrays, facts)
 
     def _known(self, path: Path) -> dict[tuple[Any, ...], str]:
         """Which settings were chosen earlier, by whatever run; a run that takes a choice over may not know it."""

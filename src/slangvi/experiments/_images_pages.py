@@ -38,9 +38,8 @@ NLL: three learning rates that fall along half a cosine and two priors, or for S
 of a cold posterior, likelihood and prior to the power 1/T. The grids were placed after a search on the validation
 images of Fashion-MNIST: some fifty runs of SLANG, which led to a precision that starts high and learns slowly, and a
 dozen of the rivals, which moved their rates upwards. Not all grids have the best setting in their middle: the tables of
-settings below show which rates and temperatures were chosen, and IVON's largest rate of 1, say, is among them. An
-ensemble and Laplace's approximation for the last layer take over the setting of `map`. IVON is its authors' own
-package. Predictions average 64 draws.
+settings below show which rates and temperatures were chosen. An ensemble and Laplace's approximation for the last
+layer take over the setting of `map`. IVON is its authors' own package. Predictions average 64 draws.
 
 The trained networks also see test images that are turned, and strangers: the test images of the other set, and letters
 A to J drawn for this purpose. *AUROC* is how often a stranger is more uncertain than a test image, *FPR95* the share of

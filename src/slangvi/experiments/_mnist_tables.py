@@ -19,18 +19,18 @@ from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._image_tables import all_finished, method_of
 from slangvi.experiments._image_tuning import Tuning
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
-from slangvi.experiments._mnist_recipes import METHODS, NAME
+from slangvi.experiments._mnist_recipes import METHODS, NAME, OURS
 from slangvi.experiments._results import Row, aggregate, write_about, write_table
 from slangvi.experiments._settings import Settings
 
-__all__ = ["COLUMNS", "PICTURED", "TRACE_COLUMNS", "TUNING_COLUMNS", "save"]
+__all__ = ["COLUMNS", "PICTURED", "TRACE_COLUMNS", "TUNING", "TUNING_COLUMNS", "save"]
 
 COLUMNS = ("method", *METRICS, "epochs", "seed")
-_TUNING = Tuning(("method",), lambda cell: (method_of(cell),))
-TUNING_COLUMNS = _TUNING.columns
+TUNING = Tuning(("method",), lambda cell: (method_of(cell),))
+TUNING_COLUMNS = TUNING.columns
 TRACE_COLUMNS = ("method", "seed", "epoch", "test_error_percent", "test_nll")
 # Methods whose predictions are kept, for pictures: few, as they take room.
-PICTURED = ("slang_8", "slang_8_cold", "bbb", "map", "ensemble_5")
+PICTURED = ("slang_8", f"slang_8{OURS}", "bbb", "map", "ensemble_5")
 UNCERTAIN = 36
 _ORDER = list(METHODS)
 
@@ -57,7 +57,7 @@ def save(
     probs = _known_probs(paths[3], earlier) | _first_probs(tested)
     for path, columns, label, lines in (
         (paths[0], COLUMNS, label_of_run, [_line(*each) for each in tested]),
-        (paths[1], TUNING_COLUMNS, _TUNING.labels(finals), _TUNING.lines(finals, done, paths[1])),
+        (paths[1], TUNING_COLUMNS, TUNING.labels(finals), TUNING.lines(finals, done, paths[1])),
         (paths[2], TRACE_COLUMNS, label_of_run, trace),
     ):
         both = [*earlier.lines(path, columns, label), *lines]

@@ -25,6 +25,7 @@ class Settings:
         jobs: processes.
         quick: few splits and epochs, to see that it runs.
         force: compute finished cells again.
+        extend: leave what the tables in `out` tell of, if it was made with the same settings, as it is.
         command: as it was typed, to be kept with the results.
     """
 
@@ -38,6 +39,7 @@ class Settings:
     jobs: int = 1
     quick: bool = False
     force: bool = False
+    extend: bool = False
     command: str = ""
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from slangvi.experiments import _images_pages
 from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell
-from slangvi.experiments._earlier import Earlier
+from slangvi.experiments._earlier import Earlier, untold
 from slangvi.experiments._image_cells import LOADERS
 from slangvi.experiments._image_recipes import Grid, Recipe, Table
 from slangvi.experiments._image_scores import METRICS
@@ -48,7 +48,7 @@ def _recipes(precision_lr: float, adam_lr: Sequence[float]) -> dict[str, Recipe]
     return {
         "slang_8": Recipe("slang_8", slang, searched, 0.004, neg_log_sigma=_SIGMAS[:1]),
         "map": Recipe("map", {"distinct": 1}, adam, 0.001, neg_log_sigma=_SIGMAS),
-        "ivon": Recipe("ivon", ivon, {"ivon_lr": (0.1, 0.3, 1.0)}, 0.01, neg_log_sigma=_SIGMAS),
+        "ivon": Recipe("ivon", ivon, {"ivon_lr": (0.3, 1.0, 3.0)}, 0.01, neg_log_sigma=_SIGMAS),
         "bbb": Recipe("bbb", bbb, adam, 0.002, neg_log_sigma=_SIGMAS),
         "mc_dropout": Recipe("mc_dropout", {"dropout_rate": 0.1}, adam, 0.002, neg_log_sigma=_SIGMAS),
         "ensemble_5": Recipe("ensemble_5", {"distinct": 5}, adam, 0.003, tuned_as="map", neg_log_sigma=_SIGMAS),
@@ -127,10 +127,12 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     rows, every_set = tables(common, settings.quick), DATASETS[:1] if settings.quick else DATASETS
     first = rows["lenet"]
     datasets = choose("dataset", settings.datasets, every_set)
-    wanted = plan(rows, datasets, choose("method", settings.methods, tuple(first.recipes)))
+    wanted = untold(plan(rows, datasets, choose("method", settings.methods, tuple(first.recipes))), settings, about)
     every = plan(rows, every_set, tuple(first.recipes))
     refuse_shorter(about, common["epochs"], first.most_seeds)
     common |= {"splits": first.most_seeds}
+    if settings.extend:
+        TUNING.bring_back(wanted, about, settings.cells)
     there = (done.cell for done in all_finished(every, settings.cells))
     earlier = Earlier(about, common, every, [*wanted, *there])
     for data in dict.fromkeys(_PAIRS[name][0] for name in datasets):

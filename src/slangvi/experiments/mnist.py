@@ -8,12 +8,12 @@ from typing import Any
 
 from slangvi.data import load_mnist
 from slangvi.experiments import _mnist_pages
-from slangvi.experiments._earlier import Earlier
+from slangvi.experiments._earlier import Earlier, untold
 from slangvi.experiments._image_tables import all_finished
 from slangvi.experiments._logistic_tables import Outcome
 from slangvi.experiments._mnist_recipes import METHODS as RECIPES
 from slangvi.experiments._mnist_recipes import NAME, table
-from slangvi.experiments._mnist_tables import save
+from slangvi.experiments._mnist_tables import TUNING, save
 from slangvi.experiments._results import refuse_shorter
 from slangvi.experiments._runner import Progress, run_cells
 from slangvi.experiments._settings import Settings, choose
@@ -60,9 +60,12 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     rows = table(common, settings.quick)
     known = tuple(rows.recipes)
     choose("dataset", settings.datasets, DATASETS)
-    wanted, every = (rows.finals(NAME, names) for names in (choose("method", settings.methods, known), known))
+    picked, every = (rows.finals(NAME, names) for names in (choose("method", settings.methods, known), known))
+    wanted = untold(picked, settings, about)
     refuse_shorter(about, common["epochs"], rows.most_seeds)
     common |= {"splits": rows.most_seeds}
+    if settings.extend:
+        TUNING.bring_back(wanted, about, settings.cells)
     there = (done.cell for done in all_finished(every, settings.cells))
     earlier = Earlier(about, common, every, [*wanted, *there])
     for part in ("train", "test"):
