@@ -63,7 +63,7 @@ def test_column_squares_are_the_diagonal(shape):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("size", [5, 2 << 10, (5 << 10) + 7])
+@pytest.mark.parametrize("size", [5, 2 << 10, 6 * 1110, 5119])  # blocks of a GPU leave nothing over, or do
 def test_contract_is_the_product_with_the_transpose(size):
     rows, others = torch.randn(3, size), torch.randn(2, size)
     expected = rows.double() @ others.double().T

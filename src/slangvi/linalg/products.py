@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -11,6 +14,7 @@ __all__ = [
     "against",
     "column_squares",
     "contract",
+    "even_block",
     "gram_float64",
     "is_long",
     "is_plain",
@@ -103,11 +107,25 @@ def contract(rows: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> 
     A GPU has no good kernel for matrices this thin; on many chunks at once it does well. The sums of the chunks are
     added in float64. A CPU does so where float64 is asked for.
     """
-    block = _CHUNK if rows.device.type == "cuda" else _BLOCK
+    block = even_block(rows.shape[-1], _CHUNK) if rows.device.type == "cuda" else _BLOCK
     exact = dtype is torch.float64 and rows.dtype is not torch.float64
     many = rows.shape[-1] >= 2 * block and (exact or rows.device.type == "cuda")
     found = _in_blocks(rows, others, block) if many else rows @ others.mT
     return found.to(dtype or rows.dtype)
+
+
+@lru_cache(maxsize=256)
+def even_block(size: int, block: int) -> int:
+    """The length nearest to `block`, between its half and its double, of which `size` is a multiple; else `block`.
+
+    What is left over by blocks costs a GPU two more kernels.
+
+    Example:
+        >>> even_block(478_410, 1024), even_block(61_706, 1024)
+        (1110, 1024)
+    """
+    even = (length for length in range(block // 2, 2 * block + 1) if size % length == 0)
+    return min(even, key=lambda length: abs(math.log(length / block)), default=block)
 
 
 def _in_blocks(rows: Tensor, others: Tensor, block: int) -> Tensor:
