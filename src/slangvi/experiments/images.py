@@ -32,17 +32,18 @@ EDITION = 2
 _SIGMAS = (1.0, 2.0)
 
 
-def _recipes(precision_lr: float, adam_lr: Sequence[float]) -> dict[str, Recipe]:
+def _recipes(precision_lr: float, temperatures: Sequence[float], adam_lr: Sequence[float]) -> dict[str, Recipe]:
     """The methods for one network. The seconds of a step are guesses: only the order of cells depends on them.
 
     Args:
         precision_lr: β of SLANG. The precision starts high, and what is left of it after all steps is about
             exp(−β·steps/2): with β at 10/steps or a little more it guards the mean early and is forgotten late.
+        temperatures: that SLANG's are chosen from.
         adam_lr: three rates for methods that use Adam; on Fashion-MNIST the one in the middle is the best of `map`.
     """
     adam: dict[str, Sequence[float]] = {"adam_lr": adam_lr}
     slang: dict[str, Any] = {"precision_lr": precision_lr, "precision_warmup": False, "init_precision": 1e4}
-    searched: dict[str, Sequence[float]] = {"lr": (0.03, 0.1), "temperature": (1.0, 0.3, 0.1)}
+    searched: dict[str, Sequence[float]] = {"lr": (0.03, 0.1), "temperature": temperatures}
     ivon: dict[str, Any] = {"ivon": {"hess_init": 0.1, "beta2": 0.9999}}
     bbb: dict[str, Any] = {"adam_init_precision": 2500.0}
     return {
@@ -57,8 +58,8 @@ def _recipes(precision_lr: float, adam_lr: Sequence[float]) -> dict[str, Recipe]
 
 
 RECIPES: dict[str, dict[str, Recipe]] = {
-    "lenet": _recipes(0.002, (1e-3, 3e-3, 1e-2)),
-    "resnet": _recipes(0.005, (3e-3, 1e-2, 3e-2)),
+    "lenet": _recipes(0.002, (1.0, 0.3, 0.1), (1e-3, 3e-3, 1e-2)),
+    "resnet": _recipes(0.005, (0.3, 0.1, 0.03), (3e-3, 1e-2, 3e-2)),
 }
 # An epoch of a residual network costs more and teaches more: it has half as many.
 _SHARE = {"lenet": 1, "resnet": 2}
