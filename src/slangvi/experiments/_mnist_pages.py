@@ -86,9 +86,7 @@ def _table(lines: Sequence[Line], paper: Mapping[tuple[str, str, str], Printed])
         there = paper.get((NAME, METRICS[0], method.removesuffix(OURS)))
         cells = [method, "" if there is None else _pages.number(there.mean, None, there.unit)]
         for name, unit in zip(METRICS, (0.01, 1e-4, 1e-4, 1e-4), strict=True):
-            values = [float(line[name]) for line in mine]
-            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-            cells.append(_pages.number(statistics.fmean(values), error, unit))
+            cells.append(_pages.mean_number([float(line[name]) for line in mine], unit))
         found.append([*cells, mine[0]["epochs"], str(len(mine))])
     header = ["method", "paper, error", *(_pages.METRICS[name] for name in METRICS), "epochs", "seeds"]
     return _pages.markdown(header, found)

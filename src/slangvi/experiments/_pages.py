@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "image",
     "made_by",
     "markdown",
+    "mean_number",
     "number",
     "panels",
     "save",
@@ -130,6 +132,17 @@ def number(value: float, error: float | None, unit: float) -> str:
     tiny = value != 0 and abs(value) < unit
     text = f"{value:.2g}" if tiny else f"{value:.{decimals}f}"
     return text if not error else f"{text} ± {error:.2g}" if tiny else f"{text} ± {error:.{decimals}f}"
+
+
+def mean_number(values: Sequence[float], unit: float) -> str:
+    """The mean of some numbers, and where there are several its standard error.
+
+    Example:
+        >>> mean_number([0.5, 0.7], 0.01), mean_number([0.5], 0.01)
+        ('0.60 ± 0.10', '0.50')
+    """
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return number(statistics.fmean(values), error, unit)
 
 
 def _exponent(unit: float) -> int:
