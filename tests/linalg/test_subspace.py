@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +10,9 @@ from torch import Tensor
 from slangvi.linalg.krylov import leading_eigenpairs
 from slangvi.linalg.subspace import (
     OVERSAMPLING,
+    Pursued,
     filtered,
+    flaws,
     orthonormal,
     projected,
     pursued,
@@ -30,6 +33,10 @@ def with_spectrum(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(seed)
     vectors = torch.linalg.qr(torch.randn(len(values), len(values), dtype=DOUBLE, generator=source)).Q
     return (vectors * values) @ vectors.T, vectors
+
+
+def flaws_of(found: Pursued) -> tuple[float, float]:
+    return flaws(*(x.numpy() for x in found[1:]))
 
 
 def decaying(size: int, base: float = 0.5) -> Tensor:
@@ -155,40 +162,49 @@ def start_at(vectors: Tensor, error: float) -> Tensor:
 def test_a_good_start_is_pursued_to_the_leading_space(count, rounds):
     spectrum = torch.cat([torch.linspace(2.0, 1.0, count, dtype=DOUBLE), 0.02 * decaying(40 - count, 0.9)])
     K, vectors = with_spectrum(spectrum)
-    found, small, flaws = pursued(K.__matmul__, start_at(vectors[:, :count], 0.01), rounds)
+    found, small, left, gram = pursued(K.__matmul__, start_at(vectors[:, :count], 0.01), rounds)
     torch.testing.assert_close(found @ found.T, vectors[:, :count] @ vectors[:, :count].T, rtol=0, atol=1e-4)
     torch.testing.assert_close(torch.linalg.eigvalsh(small).flip(0), spectrum[:count], rtol=0, atol=1e-7)
     largest, image = float(small.diagonal().max()), K @ found
-    assert float(flaws[0]) == pytest.approx(float((image - found @ small).norm(dim=0).max()) / largest, rel=1e-6)
-    assert float(flaws[0]) < 1e-4
-    assert float(flaws[1]) < 1e-10
+    residual, tilt = flaws(small.numpy(), left.numpy(), gram.numpy())
+    assert residual == pytest.approx(float((image - found @ small).norm(dim=0).max()) / largest, rel=1e-6)
+    assert residual < 1e-4
+    assert tilt == pytest.approx(float((found.T @ found - eye(count)).abs().max()), abs=1e-15)
+    assert tilt < 1e-10
 
 
 def test_a_start_that_hides_a_leading_direction_is_told_by_its_residual():
     spectrum = torch.cat([torch.tensor([4.0, 2.0, 1.0], dtype=DOUBLE), 0.1 * decaying(37)])
     K, vectors = with_spectrum(spectrum)
-    found, _, flaws = pursued(K.__matmul__, start_at(vectors[:, 1:3], 1e-3), 1)
-    assert float((vectors[:, 0] @ found).norm()) < 0.1
-    assert float(flaws[0]) > 1e-3
+    found = pursued(K.__matmul__, start_at(vectors[:, 1:3], 1e-3), 1)
+    assert float((vectors[:, 0] @ found.vectors).norm()) < 0.1
+    assert flaws_of(found)[0] > 1e-3
 
 
 def test_a_start_of_exact_eigenvectors_stays_where_it_is():
     """The one thing the flaws cannot tell, and why `starting_block` mixes in a little chance."""
     K, vectors = with_spectrum(torch.cat([torch.tensor([4.0, 2.0], dtype=DOUBLE), 0.1 * decaying(38)]))
-    _, small, flaws = pursued(K.__matmul__, vectors[:, 1:2], 1)
-    assert float(small) == pytest.approx(2.0, abs=1e-6)
-    assert float(flaws[0]) < 1e-6
-    _, _, mixed = pursued(K.__matmul__, start_at(vectors[:, 1:2], 0.1), 1)
-    assert float(mixed[0]) > 1e-3
+    found = pursued(K.__matmul__, vectors[:, 1:2], 1)
+    assert float(found.small) == pytest.approx(2.0, abs=1e-6)
+    assert flaws_of(found)[0] < 1e-6
+    assert flaws_of(pursued(K.__matmul__, start_at(vectors[:, 1:2], 0.1), 1))[0] > 1e-3
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_dependent_columns_are_told_by_their_tilt(rank):
     """Three vectors of a matrix that has fewer: no three columns can be orthonormal and in its range."""
     K, _ = with_spectrum(torch.cat([torch.ones(rank, dtype=DOUBLE), torch.zeros(30 - rank, dtype=DOUBLE)]))
-    found, small, flaws = pursued(K.__matmul__, starting_block(30, 3, 0, DOUBLE, CPU, 0), 2)
-    assert bool(found.isfinite().all() & small.isfinite().all() & flaws.isfinite().all())
-    assert float(flaws[1]) > 1e-3
+    found = pursued(K.__matmul__, starting_block(30, 3, 0, DOUBLE, CPU, 0), 2)
+    assert all(bool(x.isfinite().all()) for x in found)
+    assert flaws_of(found)[1] > 1e-3
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_flaws_of_what_is_not_finite_are_not_small(where):
+    numbers = [np.eye(2), np.zeros(2), np.eye(2)]
+    numbers[where].flat[0] = np.nan
+    assert flaws(np.eye(2), np.zeros(2), np.eye(2)) == (0.0, 0.0)
+    assert not all(flaw <= 1e-6 for flaw in flaws(*numbers))
 
 
 def test_the_starting_block_does_not_depend_on_the_default_device():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -114,17 +115,22 @@ class Outer(Block):
 
     def mm(self, rows: Tensor) -> Tensor:
         """Σ_t δ_rtᵀ C_k a_rt: the products C_k a for some k at a time, then their contraction with δ, (R, K)."""
-        R, G, T, O, I = self.sizes  # noqa: E741
-        result = rows.new_zeros(len(rows), R)
+        R, G, _, O, I = self.sizes  # noqa: E741
+        if len(rows) == 0:
+            return rows.new_zeros(R, 0)
+        parts = rows.unflatten(1, (G, O, I)).split(self._columns())
+        found = [self._mm_of(part) for part in parts]
+        return (found[0] if len(found) == 1 else torch.cat(found)).mT
+
+    def _mm_of(self, table: Tensor) -> Tensor:
+        """`mm` of so many columns, (K, G, O, I) → (K, R)."""
+        _, G, T, _, _ = self.sizes
         right, left = _by_group(self.right), self.left.unflatten(0, (self.copies, -1))
-        table, width = rows.unflatten(1, (G, O, I)), self._columns()
         # Groups one by one: a batch over groups and columns together would have to be copied first.
-        for g in range(G):
-            for start in range(0, len(rows), width):
-                part = slice(start, start + width)
-                seen = self._seen_by(table[part, g], right[g]).unflatten(1, (-1, T))
-                result[part] += _contracted(left[:, :, g], seen)
-        return result.mT
+        products = (
+            _contracted(left[:, :, g], self._seen_by(table[:, g], right[g]).unflatten(1, (-1, T))) for g in range(G)
+        )
+        return reduce(Tensor.add_, products)
 
     def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
         """Σ_r w_rk Σ_t δ_rt ⊗ a_rt: w δ for some k at a time, then one product with a, (K, p)."""
@@ -137,7 +143,8 @@ class Outer(Block):
                 part = slice(start, start + width)
                 mixed = _mixed(by_draw[..., part], left[:, :, g]).flatten(1, 2)
                 if self._at_once(len(mixed)):
-                    table[part, g] += (mixed.transpose(0, 1).flatten(1).mT @ right[g]).unflatten(0, (-1, O))
+                    # Not by +=, which would copy the sum onto itself.
+                    table[part, g].add_((mixed.transpose(0, 1).flatten(1).mT @ right[g]).unflatten(0, (-1, O)))
                 else:
                     add_product(table[part, g], mixed.mT, right[g].expand(len(mixed), -1, -1))
 

@@ -107,10 +107,12 @@ def contract(rows: Tensor, others: Tensor, dtype: torch.dtype | None = None) -> 
     A GPU has no good kernel for matrices this thin; on many chunks at once it does well. The sums of the chunks are
     added in float64. A CPU does so where float64 is asked for.
     """
-    block = even_block(rows.shape[-1], _CHUNK) if rows.device.type == "cuda" else _BLOCK
+    size, on_gpu = rows.shape[-1], rows.device.type == "cuda"
     exact = dtype is torch.float64 and rows.dtype is not torch.float64
-    many = rows.shape[-1] >= 2 * block and (exact or rows.device.type == "cuda")
-    found = _in_blocks(rows, others, block) if many else rows @ others.mT
+    if size < 2 * (_CHUNK if on_gpu else _BLOCK) or not (exact or on_gpu):
+        found = rows @ others.mT
+    else:
+        found = _in_blocks(rows, others, even_block(size, _CHUNK) if on_gpu else _BLOCK)
     return found.to(dtype or rows.dtype)
 
 

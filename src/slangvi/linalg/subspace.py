@@ -14,13 +14,17 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 __all__ = [
     "OVERSAMPLING",
+    "Pursued",
     "Ritz",
     "filtered",
+    "flaws",
     "orthonormal",
     "projected",
     "pursued",
@@ -30,6 +34,7 @@ __all__ = [
 ]
 
 Apply = Callable[[Tensor], Tensor]
+Array = npt.NDArray[np.float64]
 
 # Vectors beyond the L asked for: they speed up convergence, and find what the previous factor lacks.
 OVERSAMPLING = 4
@@ -130,7 +135,34 @@ def _straightened(block: Tensor) -> Tensor:
     return straight
 
 
-def pursued(apply: Apply, block: Tensor, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+class Pursued(NamedTuple):
+    """Columns that nearly span the leading space, and what shows how nearly.
+
+    Args:
+        vectors: X, (n, L).
+        small: XᵀKX, whose eigenvalues are theirs, (L, L).
+        left: ‖KX − X(XᵀKX)‖ of each column, (L,).
+        gram: XᵀX, (L, L).
+    """
+
+    vectors: Tensor
+    small: Tensor
+    left: Tensor
+    gram: Tensor
+
+
+def flaws(small: Array, left: Array, gram: Array) -> tuple[float, float]:
+    """How far `Pursued` is from leading vectors, from its numbers on the host: so many small sums cost a GPU more.
+
+    Returns:
+        The worst of `left` relative to the largest entry of `small`'s diagonal, and the worst entry of XᵀX − I; NaN
+        where anything is.
+    """
+    largest = np.maximum(small.diagonal().max(), np.finfo(small.dtype).tiny)
+    return float(left.max() / largest), float(np.abs(gram - np.eye(len(gram))).max())
+
+
+def pursued(apply: Apply, block: Tensor, rounds: int) -> Pursued:
     """The leading L vectors without Rayleigh–Ritz, for when the start is good and nothing may wait.
 
     Two products between straightenings: the columns of a good start are close to single eigenvectors, so that lengths
@@ -142,17 +174,14 @@ def pursued(apply: Apply, block: Tensor, rounds: int) -> tuple[Tensor, Tensor, T
         rounds: of two products each.
 
     Returns:
-        Vectors X that span nearly the leading space, (n, L); XᵀKX, whose eigenvalues are theirs, (L, L); and their
-        flaws, (2,): ‖KX − X(XᵀKX)‖ by the worst column relative to the largest entry, and the worst entry of XᵀX − I.
+        The vectors, and numbers for `flaws`.
     """
     for _ in range(rounds):
         block = _straightened(apply(apply(block)))
     image = apply(block)
     small = _products(block, image)
-    left = torch.linalg.vector_norm(image - block @ small, dim=0).amax()
-    tilt = (_products(block, block) - torch.eye(block.shape[1], dtype=block.dtype, device=block.device)).abs().amax()
-    largest = small.diagonal().amax().clamp_min(torch.finfo(block.dtype).tiny)
-    return block, small, torch.stack([left / largest, tilt])
+    left: Tensor = torch.linalg.vector_norm(image - block @ small, dim=0)
+    return Pursued(block, small, left, _products(block, block))
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from slangvi._steps import mean_gradient
 from slangvi.linalg import LowRankPrecision, krylov
 from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.products import column_squares, sums
-from slangvi.linalg.subspace import filtered, projected, pursued, ritz, sharpened, starting_block
+from slangvi.linalg.subspace import filtered, flaws, projected, pursued, ritz, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE, relative_residual
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
 from slangvi.methods._launched import Launched, Numbers, Outcome, Setup
@@ -123,8 +123,8 @@ class Captured(ABC):
             for piece in self.extra_pieces():
                 piece()
 
-    def observe(self) -> Tensor:
-        """Gradients and the eigenproblem; returns what shows whether all is finite. `add_up` is to follow."""
+    def observe(self) -> list[Tensor]:
+        """Gradients and the eigenproblem; returns numbers that show whether all is finite. `add_up` is to follow."""
         numbers, _, _ = self.received()
         plain = numbers.to(self.state.dtype)
         # β stays as it is: a rounding of 1 − β that is the same at every step would add up in d.
@@ -137,7 +137,7 @@ class Captured(ABC):
         problem, rank = self.observed.problem, self.rank
         self.iterates = problem.route == "gram" and self.state.dtype in TOLERANCE and iteration_pays(problem.size, rank)
         # What is not finite in the gradients is not finite in their squares.
-        return torch.stack([self.observed.squares.sum(), mean.to(self.state.dtype)]).to(torch.float64)
+        return [self.observed.squares.sum(), mean.to(self.state.dtype)]
 
     def add_up(self) -> None:
         """The sum of the gradients, which only the mean needs."""
@@ -166,12 +166,13 @@ class Captured(ABC):
         checks = self.observe()
         problem, rank = self.observed.problem, self.rank
         start = starting_block(problem.size, rank, rank, torch.float64, self.state.device, 0)
-        vectors, small, flaws = pursued(problem.apply, start, rounds)
-        widened = self.widen(small.diagonal(), vectors)
+        found = pursued(problem.apply, start, rounds)
+        widened = self.widen(found.small.diagonal(), found.vectors)
         precision = widened.precision
         told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), precision.diag).to(torch.float64)
-        known = [told, self._reach(checks[0], told[0], precision.diag), checks, flaws, small.flatten()]
-        self.early = self._returned("early", torch.cat([*known, precision.gram.flatten()]))
+        known = torch.stack([*checks, *self._lengths(), precision.diag.amin()]).to(torch.float64)
+        matrices = (found.small.flatten(), found.gram.flatten(), precision.gram.flatten())
+        self.early = self._returned("early", torch.cat([told, known, found.left, *matrices]))
         self.gram_is_there.record()  # the CPU works on it while the rest runs
         self.add_up()
         loc, _, momentum = self.state[:3]
@@ -181,22 +182,28 @@ class Captured(ABC):
         )
         self._keep(loc - self.rates.lr * precision.solve(gradient), average, widened)
 
-    def _reach(self, squares: Tensor, total: Tensor, diag: Tensor) -> Tensor:
+    def _lengths(self) -> tuple[Tensor, Tensor]:
+        """Of what the prior pulls with, and of the momentum."""
+        loc, _, momentum = self.state[:3]
+        pull: Tensor = torch.linalg.vector_norm(self.prior.precision * (loc - self.prior.mean))
+        return pull, torch.linalg.vector_norm(momentum)
+
+    def _reach(self, squares: float, total: float, pull: float, pushed: float, least: float) -> float:
         """More than the mean moves, and than is met on the way: finite, it need not be waited for to know that it is.
 
-        ‖Σ_r g_r‖² ≤ R Σ_r ‖g_r‖², and P⁻¹ ≤ 1/min d.
+        ‖Σ_r g_r‖² ≤ R Σ_r ‖g_r‖², and P⁻¹ ≤ 1/min d. All numbers are finite, and on the host: a GPU would need a dozen
+        kernels for them.
 
         Args:
             squares: Σ_r ‖g_r‖².
             total: trace of (1−β)UUᵀ + βĜ.
-            diag: d⁺, (P,).
+            pull: length of the prior's pull.
+            pushed: length of the momentum.
+            least: min d⁺.
         """
-        loc, _, momentum = self.state[:3]
-        pull = torch.linalg.vector_norm(self.prior.precision * (loc - self.prior.mean))
-        push = self.weight * (self.num_rows * squares).sqrt() + torch.linalg.vector_norm(momentum)
-        reach = self.rates.lr * (push / self.rates.correction + pull) / diag.amin() * (1 + total.sqrt())
-        bound: Tensor = reach.to(torch.float64).unsqueeze(0)
-        return bound
+        lr, _, correction = self._sent[: len(Numbers._fields)].tolist()
+        push = self.weight * math.sqrt(self.num_rows * squares) + pushed
+        return float(lr * (push / correction + pull) * (1 + math.sqrt(max(0.0, total))) / least)
 
     def watch(self) -> None:
         """The first half: up to what the CPU needs to solve the eigenproblem."""
@@ -204,11 +211,12 @@ class Captured(ABC):
         self.add_up()
         problem, rank = self.observed.problem, self.rank
         problem.prepare()
+        head = torch.stack(checks).to(torch.float64)
         if self.iterates:
             start = starting_block(problem.size, rank, problem.known, torch.float64, self.state.device)
             self.block = sharpened(problem.apply, start, krylov.STEPS)
-            checks = torch.cat([checks, projected(problem.apply, self.block).flatten()])
-        self.head = self._returned("head", checks)
+            head = torch.cat([head, projected(problem.apply, self.block).flatten()])
+        self.head = self._returned("head", head)
 
     def again(self) -> None:
         """A few more products with the small matrix."""
@@ -365,19 +373,23 @@ class Captured(ABC):
     def _at_once(self, step: Launched) -> Outcome | None:
         """None when the previous factor was no good start, or something is not finite."""
         self.gram_is_there.synchronize()
-        early, square = self.early.numpy(), (self.rank, self.rank)
-        *told, mean, residual, tilt = early[:8].tolist()  # total, clipped, sum of d, reach of the mean, squares
-        fine = all(map(math.isfinite, (*told, mean))) and told[3] <= _FAR * torch.finfo(self.state.dtype).max
-        if not (fine and residual <= TOLERANCE[self.state.dtype] and tilt <= _TILT):
+        rank, known = self.rank, self.early[:8].tolist()
+        total, clipped, _, squares, mean, *lengths = known
+        if not (all(map(math.isfinite, known)) and lengths[-1] > 0):
             return None
-        small, gram = (early[start : start + self.rank**2].reshape(square) for start in (8, 8 + self.rank**2))
+        rest = self.early.numpy()[8:]
+        left, (small, overlap, gram) = rest[:rank], rest[rank : rank + 3 * rank**2].reshape(3, rank, rank)
+        residual, tilt = flaws(small, left, overlap)
+        near = self._reach(squares, total, *lengths) <= _FAR * torch.finfo(self.state.dtype).max
+        if not (near and residual <= TOLERANCE[self.state.dtype] and tilt <= _TILT):
+            return None
         self._send_root(*_root(gram))
         # Every round takes the residual down by about the same factor.
         rounds, enough = self._rounds, TOLERANCE[self.state.dtype] * _MARGIN
         self._good = self._good + 1 if rounds > 1 and residual <= enough ** (rounds / (rounds - 1)) else 0
         assert step.tensors is not None
         ritz = torch.from_numpy(small.copy())
-        return Outcome(step.tensors, ritz, residual, told[0], told[1], mean, self.num_rows, self)
+        return Outcome(step.tensors, ritz, residual, total, clipped, mean, self.num_rows, self)
 
     def _in_halves(self, step: Launched) -> Outcome:
         """The step with the eigenproblem solved between its halves, to the tolerance whatever the start."""
