@@ -73,6 +73,19 @@ def test_what_a_run_does_not_compute_stays_in_the_tables(ran, tmp_path):
         assert (out / name).read_text() == (settings.out / name).read_text(), name
 
 
+def test_tables_are_extended_without_computing_what_they_hold(ran, tmp_path, monkeypatch):
+    settings, asked = ran[0], []
+    clone = replace(settings, out=tmp_path / "clone", extend=True)
+    shutil.copytree(settings.out, clone.out, ignore=shutil.ignore_patterns(".cells"))
+    compute = _image_cells.compute_final
+    monkeypatch.setattr(_image_cells, "compute_final", lambda cell, at: asked.append(cell.method) or compute(cell, at))
+    images.run(clone)
+    for name in ("images.csv", "images-turned.csv", "images-strangers.csv"):
+        assert (clone.out / name).read_text() == (settings.out / name).read_text(), name
+    images.run(replace(clone, splits=2, methods=("laplace",)))
+    assert asked == ["laplace-seed1"]
+
+
 def test_a_run_that_was_lost_has_no_lines_on_shift():
     cell = images.plan(images.tables(images.chosen(Settings())), ["mnist_lenet"], ["map"])[0]
     stored = images.Finished(cell, type("Stored", (), {"arrays": {"ece": np.array([np.nan])}})())

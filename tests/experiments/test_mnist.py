@@ -343,6 +343,9 @@ def test_tables_are_extended_without_computing_what_they_hold(ran, tmp_path, mon
     told = [json.loads((out / "mnist.json").read_text())["cells"] for out in (ran[0].out, clone.out)]
     assert told[1].items() >= told[0].items()  # where and how long, too
     assert told[1].keys() - told[0].keys() == {"mnist map-seed1"}
+    with np.load(clone.out / "mnist-predictions.npz") as new, np.load(ran[0].out / "mnist-predictions.npz") as old:
+        for name in old.files:  # of the first seed, still
+            np.testing.assert_array_equal(new[name], old[name])
 
 
 def test_a_setting_is_tried_again_if_the_table_has_another_of_its_name(ran, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slangvi.experiments._cells import Cell
-from slangvi.experiments._earlier import untold
+from slangvi.experiments._earlier import known_cells
 from slangvi.experiments._results import (
     Posterior,
     Row,
@@ -21,7 +21,6 @@ from slangvi.experiments._results import (
     write_rows,
     write_table,
 )
-from slangvi.experiments._settings import Settings
 
 
 def test_aggregates_over_splits():
@@ -101,12 +100,14 @@ def test_strange_json_is_refused(tmp_path, content):
         read_about(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize(("extend", "left"), [(False, ["a", "b", "c"]), (True, ["b", "c"])])
-def test_tables_are_extended_by_what_they_do_not_hold_with_the_same_settings(extend, left, tmp_path):
-    cells = [Cell("g", "data", method, {"lr": 0.1}, "module:work") for method in "abc"]
-    prints = {"data a": cells[0].fingerprint, "data b": "another"}
-    told = {label: {"fingerprint": each} for label, each in prints.items()}
-    write_about(tmp_path / "t.json", {"settings": {"epochs": 1, "splits": 1}, "seconds": 1.0, "cells": told})
-    found = untold(cells, Settings(extend=extend), tmp_path / "t.json")
-    assert [cell.method for cell in found] == left
-    assert untold(cells, Settings(extend=extend), tmp_path / "none.json") == cells
+@pytest.mark.parametrize("same", [True, False])
+def test_cells_are_known_if_they_were_made_with_the_settings_they_are_planned_with(same, tmp_path):
+    cells = [Cell("g", "data", method, {"lr": 0.1}, "module:work") for method in "abcd"]
+    told = {"a": {"fingerprint": cells[0].fingerprint}, "b": {"fingerprint": "another"}, "c": {}, "z": {}}
+    about = {"settings": {"epochs": 1}, "device": "H", "cells": {f"data {name}": each for name, each in told.items()}}
+    write_about(tmp_path / "t.json", about)
+    found = known_cells(tmp_path / "t.json", {"epochs": 1 if same else 2}, cells)
+    # Where no fingerprint is told, what all cells share decides.
+    assert list(found) == (["data a", "data c"] if same else ["data a"])
+    assert found["data a"] == {"device": "H", "fingerprint": cells[0].fingerprint}
+    assert known_cells(tmp_path / "none.json", {"epochs": 1}, cells) == {}

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["reproduce"]
 
 RESULTS, QUICK, DOCS = Path("results"), Path("results/quick"), Path("docs")
+# Experiments whose tables can be extended: their runs need no more of each other than the tables hold.
+EXTENDED = ("mnist", "images")
 _folder = click.Path(path_type=Path, file_okay=False)
 _existing = click.Path(path_type=Path, file_okay=False, exists=True)
 
@@ -44,7 +46,7 @@ def reproduce() -> None:
 
 
 def _command(name: str) -> click.Command:
-    """The command of one experiment; all have the same options."""
+    """The command of one experiment; all have the same options, but for `EXTENDED`."""
 
     @click.option("--quick", is_flag=True, help=f"Few splits and epochs, to see that it runs; kept in {QUICK}.")
     @click.option("--datasets", default="", metavar="A,B", help="Only these data sets.")
@@ -61,10 +63,12 @@ def _command(name: str) -> click.Command:
     @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
     @click.option("--jobs", type=click.IntRange(1), help="Processes; if not given, one for each core, or one on a GPU.")
     @click.option("--force", is_flag=True, help="Compute again what is finished.")
-    @click.option("--extend", is_flag=True, help="Do not compute again what the tables hold with the same settings.")
     def command(**options: Any) -> None:
         _run(name, **options)
 
+    if name in EXTENDED:
+        says = "Do not compute again what the tables hold with the same settings."
+        command = click.option("--extend", is_flag=True, help=says)(command)
     return click.command(name, help=EXPERIMENTS[name])(command)
 
 
@@ -131,6 +135,9 @@ def _settings(
 
     from slangvi.experiments._settings import Settings, choose
 
+    besides = [option for option in ("force", "quick", "epochs", "splits", "seed") if others[option]]
+    if others.get("extend") and besides:
+        raise click.UsageError(f"--extend is for tables of the experiment's own settings. Leave out --{besides[0]}.")
     if others["device"] == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("--device cuda: torch sees no GPU. Use --device cpu, or install torch with CUDA.")
     chosen: dict[str, Any] = {}
@@ -151,12 +158,12 @@ def _settings(
 
 
 def _typed(name: str) -> str:
-    """The command as one would type it, without folders, which decide nothing."""
+    """The command as one would type it to make everything anew; without folders, which decide nothing."""
     context = click.get_current_context()
     words = ["slangvi", "reproduce", name]
     for key, value in context.params.items():
         given = context.get_parameter_source(key) is click.core.ParameterSource.COMMANDLINE
-        if given and key not in ("data", "out"):
+        if given and key not in ("data", "out", "extend"):
             words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
     return " ".join(words)
 

@@ -9,9 +9,8 @@ from typing import Any
 from slangvi._environment import PLATFORM
 from slangvi.experiments._cells import Cell
 from slangvi.experiments._results import Posterior, Row, read_about, read_posteriors, read_table
-from slangvi.experiments._settings import Settings
 
-__all__ = ["Earlier", "cells_told", "label_of", "untold"]
+__all__ = ["Earlier", "known_cells", "label_of"]
 
 # They say where and how much was computed, not what.
 _ELSEWHERE = ("device", "quick")
@@ -22,16 +21,17 @@ def label_of(line: Mapping[str, Any]) -> str:
     return f"{line['dataset']} {line['method']}"
 
 
-def cells_told(about: Path) -> Mapping[str, Any]:
-    """What the JSON of earlier results says of its cells, by label; nothing where there is none."""
-    found: Mapping[str, Any] = read_about(about).get("cells", {}) if about.is_file() else {}
-    return found
+def known_cells(about: Path, common: Mapping[str, Any], planned: Iterable[Cell]) -> dict[str, Mapping[str, Any]]:
+    """Cells that earlier results tell of, made with the settings they are planned with: what is told of each, by label.
 
-
-def untold(wanted: Iterable[Cell], settings: Settings, about: Path) -> list[Cell]:
-    """Chosen cells; where tables are to be extended, only those that are not in them with the same settings."""
-    known = cells_told(about) if settings.extend else {}
-    return [cell for cell in wanted if known.get(cell.label, {}).get("fingerprint") != cell.fingerprint]
+    Args:
+        about: the JSON of the earlier results; without one nothing is known.
+        common: settings that all cells share now.
+        planned: all cells of the experiment.
+    """
+    told, prints = _Told(about), _prints(planned)
+    made = told.fingerprints(common, prints)
+    return {label: facts for label, facts in told.cells.items() if made[label] and made[label] == prints.get(label)}
 
 
 class Earlier:
@@ -49,22 +49,14 @@ class Earlier:
 
     def __init__(self, about: Path, common: Mapping[str, Any], planned: Iterable[Cell], here: Iterable[Cell]) -> None:
         self._about = about
-        told: Mapping[str, Any] = read_about(about) if about.is_file() else {"settings": {}, "cells": {}}
+        told, prints = _Told(about), _prints(planned)
         mine = {cell.label for cell in _with_needs(here)}
-        planned = list(planned)
-        prints = {cell.label: cell.fingerprint for cell in (*planned, *_with_needs(planned))}
         self._places = {label: place for place, label in enumerate(prints)}
         # Settings that are no longer searched go with what was chosen from them.
-        mine |= {label for label in set(told.get("cells", ())) - set(prints) if _owner(label) in map(_owner, mine)}
-        # Cells that do not say where they were computed are of the run that told of them.
-        place = {name: told[name] for name in PLATFORM if name in told}
-        self.cells = {label: place | facts for label, facts in told.get("cells", {}).items() if label not in mine}
-        same = _what(told["settings"]) == _what(common)
-        # Cells from a time when fingerprints were not told are judged by what all of them share.
-        made = {
-            label: facts.get("fingerprint", prints.get(label) if same else None) for label, facts in self.cells.items()
-        }
-        other = [label for label, print_ in made.items() if print_ is None or print_ != prints.get(label)]
+        mine |= {label for label in set(told.cells) - set(prints) if _owner(label) in map(_owner, mine)}
+        self.cells = {label: facts for label, facts in told.cells.items() if label not in mine}
+        made = told.fingerprints(common, prints)
+        other = [label for label in self.cells if made[label] is None or made[label] != prints.get(label)]
         if other:
             raise ValueError(
                 f"{about} has {len(other)} cells of other settings that were not chosen and are not kept beside it "
@@ -125,6 +117,30 @@ class Earlier:
         """Gaussians of cells that are carried over, by "dataset/method"."""
         found = read_posteriors(path) if self.cells and path.is_file() else {}
         return {name: q for name, q in found.items() if name.replace("/", " ", 1) in self.cells}
+
+
+class _Told:
+    """What the JSON of earlier results tells of its cells; nothing where there is none."""
+
+    def __init__(self, about: Path) -> None:
+        told: Mapping[str, Any] = read_about(about) if about.is_file() else {"settings": {}}
+        # Cells that do not say where they were computed are of the run that told of them.
+        place = {name: told[name] for name in PLATFORM if name in told}
+        self.settings: Mapping[str, Any] = told["settings"]
+        self.cells: dict[str, dict[str, Any]] = {name: place | facts for name, facts in told.get("cells", {}).items()}
+
+    def fingerprints(self, common: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str, str | None]:
+        """Of all cells; where they are not told, as at first, cells are judged by what all of them share."""
+        same = _what(self.settings) == _what(common)
+        return {
+            label: facts.get("fingerprint", prints.get(label) if same else None) for label, facts in self.cells.items()
+        }
+
+
+def _prints(planned: Iterable[Cell]) -> dict[str, str]:
+    """Fingerprints by label, of cells and then of those they need."""
+    cells = list(planned)
+    return {cell.label: cell.fingerprint for cell in (*cells, *_with_needs(cells))}
 
 
 def _with_needs(cells: Iterable[Cell]) -> Iterator[Cell]:

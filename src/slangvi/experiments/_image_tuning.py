@@ -10,7 +10,6 @@ import numpy as np
 
 from slangvi.experiments import _pages
 from slangvi.experiments._cells import Cell, read_cell, write
-from slangvi.experiments._earlier import cells_told
 from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._logistic_tables import Finished
 from slangvi.experiments._results import read_table
@@ -64,21 +63,24 @@ class Tuning:
                 found[cell.label] = (*tried, *measured, picked.get(cell.label, known.get(tried, "")))
         return list(found.values())
 
-    def bring_back(self, finals: Sequence[Cell], about: Path, folder: Path) -> None:
-        """Make cells of settings that were tried elsewhere from what the tables tell: what they scored is all of use.
+    def bring_back(
+        self, finals: Sequence[Cell], known: Mapping[str, Mapping[str, Any]], path: Path, folder: Path
+    ) -> None:
+        """Make cells of settings that were tried elsewhere, so that they count as finished.
+
+        They hold the two scores of the table and nothing else: that is all that is chosen by.
 
         Args:
             finals: cells that are to choose from them.
-            about: the JSON of the earlier results, with the table beside it.
+            known: what is told of cells that were made with the same settings, by label.
+            path: of the table.
             folder: of cells.
         """
-        told, path = cells_told(about), about.with_name(f"{about.stem}-tuning.csv")
-        lines = read_table(path, self.columns) if path.is_file() else []
+        lines = read_table(path, self.columns) if known and path.is_file() else []
         scored = {self._read_back(line): [float(line[name]) for name in _MEASURED[:2]] for line in lines}
         for cell, setting in _searched(finals):
-            facts, values = told.get(cell.label, {}), scored.get(self._tried(cell, setting))
-            same = facts.get("fingerprint") == cell.fingerprint
-            if same and values is not None and read_cell(cell, folder) is None:
+            facts, values = known.get(cell.label), scored.get(self._tried(cell, setting))
+            if facts is not None and values is not None and read_cell(cell, folder) is None:
                 arrays = {name: np.array([value]) for name, value in zip(METRICS[:2], values, strict=True)}
                 write(cell.path(folder), arrays, facts)
 

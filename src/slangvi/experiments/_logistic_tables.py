@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from slangvi.data.libsvm import load_libsvm
 from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell, Stored, read_cell
-from slangvi.experiments._earlier import Earlier, untold
+from slangvi.experiments._earlier import Earlier
 from slangvi.experiments._lockstep import METHODS
 from slangvi.experiments._logistic import DATASETS, METRICS
 from slangvi.experiments._logistic_cells import Recipe, plan
@@ -123,9 +123,8 @@ def compute(
     """
     datasets = choose("dataset", settings.datasets, table[0]) if train else ()
     methods = choose("method", settings.methods, table[1])
+    wanted = [*plan(recipe, datasets, methods), *(cell for cell in besides if cell.dataset in datasets)]
     about, every = settings.out / f"{name}.json", plan(recipe, *table)
-    chosen = [*plan(recipe, datasets, methods), *(cell for cell in besides if cell.dataset in datasets)]
-    wanted = untold(chosen, settings, about)
     refuse_shorter(about, recipe.epochs, _most_splits(recipe))
     there = (cell for cell, _ in finished([*every, *besides], settings.cells))
     earlier = Earlier(about, _told(recipe), [*every, *besides], [*wanted, *there])

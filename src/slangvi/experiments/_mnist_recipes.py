@@ -19,9 +19,9 @@ _SEVERAL = 3
 _STEP_SECONDS = dict(zip(RANKS, (0.00094, 0.0010, 0.0012, 0.00146, 0.0019, 0.00264), strict=True))
 # α = β = 0.1/(1 + t^ω), from d = 1, without a warm-up of the precision.
 _PAPER = {"lr": 0.1, "precision_lr": 0.1, "precision_warmup": False, "init_precision": 1.0, "bias_precision": 1e-6}
-# Ours: the precision starts high and learns slowly, as in `slangvi.slow_precision`, and both rates fall along half a
-# cosine. The posterior may be cooled: the noise of half a million weights, most of which the data say little about,
-# can cost more than it gives.
+# Ours: the precision starts high and learns slowly, with the β of `slangvi.slow_precision`, and both rates fall along
+# half a cosine. The posterior may be cooled: the noise of half a million weights, most of which the data say little
+# about, can cost more than it gives.
 _SLOW = {"precision_lr": "slow", "precision_warmup": False, "init_precision": 1e4, "bias_precision": 1.0}
 _SLOW_GRID = {"lr": (0.01, 0.03), "temperature": (0.3, 0.1, 0.03)}
 _SLOW_SIGMAS = (1.0,)

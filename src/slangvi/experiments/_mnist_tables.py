@@ -54,7 +54,7 @@ def save(
     ]
     trace = [line for each in tested for line in _trace_lines(*each)]
     label_of_run = partial(_label_of_run, common["seed"])
-    probs = _known_probs(paths[3], earlier) | _first_probs(tested)
+    probs = _first_probs(tested) | _known_probs(paths[3], earlier)
     for path, columns, label, lines in (
         (paths[0], COLUMNS, label_of_run, [_line(*each) for each in tested]),
         (paths[1], TUNING_COLUMNS, TUNING.labels(finals), TUNING.lines(finals, done, paths[1])),

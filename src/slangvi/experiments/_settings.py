@@ -25,7 +25,7 @@ class Settings:
         jobs: processes.
         quick: few splits and epochs, to see that it runs.
         force: compute finished cells again.
-        extend: leave what the tables in `out` tell of, if it was made with the same settings, as it is.
+        extend: leave what the tables in `out` hold, if it was made with the same settings, as it is; on images only.
         command: as it was typed, to be kept with the results.
     """
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from slangvi.data import load_uci
 from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell
-from slangvi.experiments._earlier import Earlier, untold
+from slangvi.experiments._earlier import Earlier
 from slangvi.experiments._logistic_tables import TRACE_COLUMNS, Finished, Outcome, finished, trace_lines
 from slangvi.experiments._results import aggregate, refuse_shorter, write_about, write_rows, write_table
 from slangvi.experiments._runner import Progress, run_cells
@@ -63,7 +63,7 @@ def run_table(
     """
     start, about, told = perf_counter(), settings.out / f"{name}.json", common | {"splits": len(common["splits"])}
     traced = along or Along([], [])
-    chosen, planned = untold([*wanted, *traced.wanted], settings, about), [*every, *traced.every]
+    chosen, planned = [*wanted, *traced.wanted], [*every, *traced.every]
     refuse_shorter(about, told["epochs"], told["splits"])
     earlier = Earlier(about, told, planned, [*chosen, *(cell for cell, _ in finished(planned, settings.cells))])
     for dataset in dict.fromkeys(cell.dataset for cell in wanted):

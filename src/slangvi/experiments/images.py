@@ -11,7 +11,7 @@ from typing import Any
 from slangvi.experiments import _images_pages
 from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell
-from slangvi.experiments._earlier import Earlier, untold
+from slangvi.experiments._earlier import Earlier, known_cells
 from slangvi.experiments._image_cells import LOADERS
 from slangvi.experiments._image_recipes import Grid, Recipe, Table
 from slangvi.experiments._image_scores import METRICS
@@ -128,12 +128,13 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     rows, every_set = tables(common, settings.quick), DATASETS[:1] if settings.quick else DATASETS
     first = rows["lenet"]
     datasets = choose("dataset", settings.datasets, every_set)
-    wanted = untold(plan(rows, datasets, choose("method", settings.methods, tuple(first.recipes))), settings, about)
+    picked = plan(rows, datasets, choose("method", settings.methods, tuple(first.recipes)))
     every = plan(rows, every_set, tuple(first.recipes))
     refuse_shorter(about, common["epochs"], first.most_seeds)
     common |= {"splits": first.most_seeds}
-    if settings.extend:
-        TUNING.bring_back(wanted, about, settings.cells)
+    known = known_cells(about, common, every) if settings.extend else {}
+    wanted = [cell for cell in picked if cell.label not in known]
+    TUNING.bring_back(wanted, known, settings.out / f"{NAME}-tuning.csv", settings.cells)
     there = (done.cell for done in all_finished(every, settings.cells))
     earlier = Earlier(about, common, every, [*wanted, *there])
     for data in dict.fromkeys(_PAIRS[name][0] for name in datasets):

@@ -8,7 +8,7 @@ from typing import Any
 
 from slangvi.data import load_mnist
 from slangvi.experiments import _mnist_pages
-from slangvi.experiments._earlier import Earlier, untold
+from slangvi.experiments._earlier import Earlier, known_cells
 from slangvi.experiments._image_tables import all_finished
 from slangvi.experiments._logistic_tables import Outcome
 from slangvi.experiments._mnist_recipes import METHODS as RECIPES
@@ -58,14 +58,14 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     """Train what is not trained yet, and write the tables."""
     start, common, about = perf_counter(), chosen(settings), settings.out / f"{NAME}.json"
     rows = table(common, settings.quick)
-    known = tuple(rows.recipes)
+    names = tuple(rows.recipes)
     choose("dataset", settings.datasets, DATASETS)
-    picked, every = (rows.finals(NAME, names) for names in (choose("method", settings.methods, known), known))
-    wanted = untold(picked, settings, about)
+    picked, every = (rows.finals(NAME, each) for each in (choose("method", settings.methods, names), names))
     refuse_shorter(about, common["epochs"], rows.most_seeds)
     common |= {"splits": rows.most_seeds}
-    if settings.extend:
-        TUNING.bring_back(wanted, about, settings.cells)
+    known = known_cells(about, common, every) if settings.extend else {}
+    wanted = [cell for cell in picked if cell.label not in known]
+    TUNING.bring_back(wanted, known, settings.out / f"{NAME}-tuning.csv", settings.cells)
     there = (done.cell for done in all_finished(every, settings.cells))
     earlier = Earlier(about, common, every, [*wanted, *there])
     for part in ("train", "test"):

@@ -14,7 +14,7 @@ from slangvi.experiments import _pages, _toy_pages
 from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Arrays, Cell, Stored
 from slangvi.experiments._cubic import GRID, INSIDE, NOISE
-from slangvi.experiments._earlier import Earlier, untold
+from slangvi.experiments._earlier import Earlier
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
 from slangvi.experiments._results import (
     Row,
@@ -106,8 +106,7 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     start, about, options = perf_counter(), settings.out / f"{NAME}.json", chosen(settings)
     if settings.device != "cpu":
         raise ValueError(f"{NAME} has networks of 31 weights, for which a GPU is of no use. Use --device cpu.")
-    picked, every = plan(options, choose("method", settings.methods, METHODS)), plan(options, METHODS)
-    wanted = untold(picked, settings, about)
+    wanted, every = plan(options, choose("method", settings.methods, METHODS)), plan(options, METHODS)
     refuse_shorter(about, options["fit"]["epochs"], len(options["fit"]["splits"]))
     here = [*wanted, *(cell for cell, _ in finished(every, settings.cells))]
     earlier = Earlier(about, _told(options), every, here)
