@@ -65,6 +65,22 @@ def test_the_length_of_a_step_is_measured_by_the_posterior(name, momentum):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
 
 
+def test_lengths_of_several_runs_are_those_of_each(generator):
+    loc, moved, momentum = torch.randn(3, 4, 7, generator=generator)
+    prior = Prior(torch.rand(4, 7, generator=generator), torch.randn(4, 7, generator=generator))
+    lr, decay, step = torch.tensor([0.1, 0.2, 0.3, 2.0]), torch.tensor([0.0, 0.9, 0.5, 0.9]), torch.tensor([1, 2, 9, 4])
+    column = [x.unsqueeze(1) for x in (lr, decay, step)]
+    after = SimpleNamespace(loc=loc - moved, momentum=momentum, step=column[2])
+    found = step_length(SimpleNamespace(loc=loc), after, prior, *column[:2])
+    for k in range(4):
+        alone = SimpleNamespace(loc=loc[k] - moved[k], momentum=momentum[k], step=int(step[k]))
+        own = Prior(prior.precision[k], prior.mean[k])
+        expected = step_length(SimpleNamespace(loc=loc[k]), alone, own, float(lr[k]), float(decay[k]))
+        torch.testing.assert_close(found[k], expected)
+    places = torch.randn(LOOKS, 4, 7, generator=generator).cumsum(0)
+    torch.testing.assert_close(straightness(places), torch.stack([straightness(places[:, k]) for k in range(4)]))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_hundred_times_the_usual_rate_is_loud(name):
     """Told once, and training goes on."""

@@ -7,8 +7,8 @@ measured by the posterior itself.
 
 from __future__ import annotations
 
-import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,14 +46,14 @@ def step_length(before: Any, after: Any, prior: Prior, lr: float | Tensor, momen
     needs no solve. (Where groups have rates of their own, α weighs each entry.) Nothing is read from the device.
 
     Args:
-        before: a state with `loc`, (P,).
+        before: a state with `loc`, (..., P).
         after: the state after it, with `loc`, `momentum` and `step`.
         prior: λ and μ₀.
-        lr: α of the step.
+        lr: α of the step; like γ and the number of the step it broadcasts with `loc`.
         momentum: γ.
 
     Returns:
-        A tensor without dimensions.
+        A tensor without dimensions, or one for each of several runs, (...).
 
     Example:
         >>> from types import SimpleNamespace as S
@@ -63,7 +63,7 @@ def step_length(before: Any, after: Any, prior: Prior, lr: float | Tensor, momen
         tensor(2.8284)
     """
     gradient = after.momentum / (1 - momentum**after.step) + prior.precision * (before.loc - prior.mean)
-    squared: Tensor = -(lr * gradient * (after.loc - before.loc)).sum() / len(before.loc)
+    squared: Tensor = -(lr * gradient * (after.loc - before.loc)).sum(-1) / before.loc.shape[-1]
     return squared.clamp_min(0.0).sqrt()
 
 
@@ -96,23 +96,44 @@ class Watch:
         Raises:
             DivergenceError: the window ends with an alarm, and that is the reaction to it.
         """
-        place, index = after.loc[:: -(-len(after.loc) // KEPT)], (after.step // EVERY - 1) % LOOKS
+        self.note(step_length(before, after, prior, lr, momentum), after.loc, [_largest(lr)], after.step)
+
+    def note(self, lengths: Tensor, loc: Tensor, lr: Sequence[float], step: int) -> None:
+        """Note how far one run, or each of several, has gone in a step.
+
+        Args:
+            lengths: by `step_length`, (...).
+            loc: where the mean is now, (..., P).
+            lr: α of each.
+            step: its number, by which windows are counted.
+        """
+        place, index = loc[..., :: -(-loc.shape[-1] // KEPT)], (step // EVERY - 1) % LOOKS
         if self._places.shape[1:] != place.shape or self._places.device != place.device:
-            self._seen, self._places, self._lengths = 0, place.new_empty(LOOKS, len(place)), place.new_empty(LOOKS)
+            self._seen, self._places = 0, place.new_empty(LOOKS, *place.shape)
+            self._lengths = place.new_empty(LOOKS, *lengths.shape)
         self._places[index] = place
-        self._lengths[index] = step_length(before, after, prior, lr, momentum)
+        self._lengths[index] = lengths
         self._seen = index + 1 if index in (0, self._seen) else 0
         if self._seen == LOOKS:
-            self._judge(self._lengths, self._places, _largest(lr), after.step)
+            self._judge(lr, step)
 
-    def _judge(self, lengths: Tensor, places: Tensor, lr: float, step: int) -> None:
-        ordered = sorted(lengths.tolist())
-        if not ordered[round((1 - SHARE) * LOOKS)] > FARTHEST or (lr < 1.0 and straightness(places) > STRAIGHT):
+    def _judge(self, lr: Sequence[float], step: int) -> None:
+        ordered = self._lengths.reshape(LOOKS, -1).sort(0).values.T.tolist()
+        straight = straightness(self._places).flatten().tolist()
+        lost = [
+            k
+            for k, (far, ahead, rate) in enumerate(zip(ordered, straight, lr, strict=True))
+            if far[round((1 - SHARE) * LOOKS)] > FARTHEST and (rate >= 1.0 or not ahead > STRAIGHT)
+        ]
+        if not lost:
             return
+        first, more = lost[0], f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        who = f"replica {first}{more}, " if self._lengths.ndim > 1 else ""
         found = (
-            f"step {step}: over the last {EVERY * LOOKS} steps the mean moved by {ordered[LOOKS // 2]:.2g} posterior "
-            f"standard deviations per parameter in a typical step, and by up to {ordered[-1]:.2g} (lr={lr:g}). It is "
-            f"thrown about rather than converging: mean and variances tell little of the posterior. {self.advice}"
+            f"{who}step {step}: over the last {EVERY * LOOKS} steps the mean moved by {ordered[first][LOOKS // 2]:.2g} "
+            f"posterior standard deviations per parameter in a typical step, and by up to {ordered[first][-1]:.2g} "
+            f"(lr={lr[first]:g}). It is thrown about rather than converging: mean and variances tell little of the "
+            f"posterior. {self.advice}"
         )
         if self.reaction == "raise":
             raise DivergenceError(f"{found} The state is that of the step before.")
@@ -120,15 +141,15 @@ class Watch:
         warnings.warn(found, DivergenceWarning, stacklevel=outside_frames())
 
 
-def straightness(places: Tensor) -> float:
-    """Net over travelled distance between places (n, K): 1 is straight on, 0 is back at the start.
+def straightness(places: Tensor) -> Tensor:
+    """Net over travelled distance between places (n, ..., K), (...): 1 is straight on, 0 is back at the start.
 
     Example:
         >>> straightness(torch.tensor([[0.0], [1.0], [2.0]])), straightness(torch.tensor([[0.0], [1.0], [0.0]]))
-        (1.0, 0.0)
+        (tensor(1.), tensor(0.))
     """
-    travelled = float(places.diff(dim=0).norm(dim=1).sum())
-    return float((places[-1] - places[0]).norm()) / travelled if travelled > 0 and math.isfinite(travelled) else 0.0
+    travelled, net = places.diff(dim=0).norm(dim=-1).sum(0), (places[-1] - places[0]).norm(dim=-1)
+    return torch.where((travelled > 0) & travelled.isfinite(), net / travelled, 0.0)
 
 
 def _largest(lr: float | Tensor) -> float:

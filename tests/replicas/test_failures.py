@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from replicating import METHODS, distance, regression
 from slangvi import replicas
 from slangvi._flat import tensors_of
-from slangvi.errors import NumericalError
+from slangvi.errors import DivergenceError, DivergenceWarning, NumericalError
 
 
 def spoil_data(batch, k):
@@ -117,3 +118,48 @@ def test_nothing_happens_when_nobody_can_move():
     assert torch.equal(same.loc, state.loc)
     assert bool(info.total.isnan().all())
     assert info.kl.shape == (4,)
+
+
+# ---- rates that are far too large ----
+
+
+def logistic(lr, **options):
+    """Two replicas on the same 60 examples."""
+    source = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(60, 3, generator=source), torch.randn(60, generator=source)
+    y = (x.sum(1) + noise > 0).float()
+    runs = replicas.build(
+        lambda p, b: -F.binary_cross_entropy_with_logits(b["x"] @ p["w"], b["y"], reduction="none"),
+        **{"num_replicas": 2, "num_data": 60, "rank": 1, "lr": lr, "precision_lr": 0.05, **options},
+    )
+
+    def train(steps, counts=None):
+        state = runs.init({"w": torch.zeros(3)})
+        for _ in range(steps):
+            picked = torch.randint(60, (2, 12), generator=source)
+            state, _ = runs.update(state, {"x": x[picked], "y": y[picked]}, source, counts)
+        return state
+
+    return train
+
+
+@pytest.mark.parametrize("method", ["slang", "online_eig"])
+def test_a_hundred_times_the_usual_rate_is_loud(method):
+    with pytest.warns(DivergenceWarning, match=r"replica 1, step 128: over the last 128 steps the mean .*\(lr=10\)"):
+        state = logistic([0.1, 10.0], method=method)(2 * 128)
+    assert state.step.tolist() == [256, 256]
+
+
+def test_a_rate_that_is_too_large_may_stop_all():
+    with pytest.raises(DivergenceError, match=r"replica 0 \(and 1 more\), step 128"):
+        logistic(10.0, on_divergence="raise")(128)
+    logistic(10.0, on_divergence="ignore")(128)
+
+
+def test_who_sits_out_is_not_thrown_about():
+    logistic([0.1, 10.0], on_divergence="raise")(160, counts=[12, 0])
+
+
+def test_impossible_reactions_are_named():
+    with pytest.raises(ValueError, match="on_divergence must be one of 'warn', 'raise', 'ignore', got 'shout'"):
+        logistic(0.1, on_divergence="shout")

@@ -71,6 +71,7 @@ class LowRank:
             model=task.model,
             compile=task.device.type == "cuda",
             method=method,
+            on_divergence="ignore",  # a search is to try what does not work, too
         )
         self.state = self.runs.init(task.starts(0), stacked=True)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slangvi import _checks
+from slangvi._divergence import Watch, step_length
 from slangvi._steps import Prior
 from slangvi.errors import NumericalError
 from slangvi.grads.dense import rows_within
@@ -110,6 +111,7 @@ class Lockstep:
         constants: of the likelihoods, or a function of the steps that gives them.
         memory_limit: bytes for rows.
         strict: raise when a replica fails.
+        watch: told how far the means go.
         graphs: what replays steps; None takes all of them eagerly.
     """
 
@@ -122,9 +124,11 @@ class Lockstep:
         constants: Any,
         memory_limit: int | None,
         strict: bool,
+        watch: Watch,
         graphs: GraphKeeper | None = None,
     ) -> None:
         self.rule = rule
+        self.watch = watch
         self.graphs = graphs
         self.settings = settings
         self.gather = gather
@@ -145,6 +149,26 @@ class Lockstep:
         self, state: State, batch: Any, generators: Generators = None, counts: Sequence[int] | Tensor | None = None
     ) -> tuple[State, Info]:
         """One step of every replica that has examples and has not failed."""
+        new, info = self._taken(state, batch, generators, counts)
+        self._look(state, new)
+        return new, info
+
+    def _look(self, state: State, new: State) -> None:
+        """Show the step to the watch, whose windows are counted by the replica that has taken most."""
+        clock = int(new.step.max())
+        if clock == int(state.step.max()) or not self.watch.due(clock):
+            return
+        lr = self.settings.lr.at(state.step + 1, torch.arange(len(new.step)))
+        alpha, decay, steps = (x.to(new.loc).unsqueeze(1) for x in (lr, self.settings.momentum, new.step))
+        after = replace(new, step=steps)
+        lengths = step_length(state, after, self.prior_of(state), alpha, decay)
+        # Those that stand still have gone nowhere, whatever their momentum says.
+        lengths = torch.where((new.step > state.step).to(lengths.device), lengths, 0.0)
+        self.watch.note(lengths, new.loc, lr.tolist(), clock)
+
+    def _taken(
+        self, state: State, batch: Any, generators: Generators, counts: Sequence[int] | Tensor | None
+    ) -> tuple[State, Info]:
         if len(state.loc) != len(self.settings.num_data):
             raise ValueError(f"state has {len(state.loc)} replicas, but num_replicas is {len(self.settings.num_data)}.")
         data, sizes = read(batch, counts, self._constants_at(state.step + 1), state.loc)

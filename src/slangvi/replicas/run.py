@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from slangvi import _checks
+from slangvi._divergence import REACTIONS, REMEDY, Watch
 from slangvi._steps import Schedule
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.grads.assemble import Engine
@@ -63,6 +64,7 @@ def build(
     engine: Engine | None = None,
     memory_limit: int | None = None,
     on_failure: str = "freeze",
+    on_divergence: str = "warn",
     compile: bool = False,
     method: Literal["slang", "online_eig"] = "slang",
 ) -> Runs:
@@ -95,6 +97,8 @@ def build(
             advanced at a time.
         on_failure: a replica that meets NaN or Inf is left where it was, told in `info`, and the others go on
             ("freeze"); or the step raises `NumericalError` ("raise").
+        on_divergence: what to do when the mean of a replica keeps going to and fro by more than a posterior standard
+            deviation in a step, as with rates that are far too large: "warn", "raise" or "ignore".
         compile: on a GPU in float32, replay the step of all replicas as one CUDA graph, tens of times as fast for small
             networks. The first step of each shape of batch, and ever rarer ones at which gradients are checked, run
             eagerly; where nothing can be captured a warning says why and all do. What `log_likelihood` reads besides
@@ -143,6 +147,7 @@ def build(
         checked_constants(constants, count),
         memory_limit,
         _checks.choice("on_failure", on_failure, ("freeze", "raise")) == "raise",
+        Watch(_checks.choice("on_divergence", on_divergence, REACTIONS), REMEDY),
         GraphKeeper(rule) if _checks.flag("compile", compile) else None,
     )
 
