@@ -14,8 +14,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,7 +22,6 @@ __all__ = [
     "Pursued",
     "Ritz",
     "filtered",
-    "flaws",
     "orthonormal",
     "projected",
     "pursued",
@@ -34,7 +31,6 @@ __all__ = [
 ]
 
 Apply = Callable[[Tensor], Tensor]
-Array = npt.NDArray[np.float64]
 
 # Vectors beyond the L asked for: they speed up convergence, and find what the previous factor lacks.
 OVERSAMPLING = 4
@@ -151,17 +147,6 @@ class Pursued(NamedTuple):
     gram: Tensor
 
 
-def flaws(small: Array, left: Array, gram: Array) -> tuple[float, float]:
-    """How far `Pursued` is from leading vectors, from its numbers on the host: so many small sums cost a GPU more.
-
-    Returns:
-        The worst of `left` relative to the largest entry of `small`'s diagonal, and the worst entry of XᵀX − I; NaN
-        where anything is.
-    """
-    largest = np.maximum(small.diagonal().max(), np.finfo(small.dtype).tiny)
-    return float(left.max() / largest), float(np.abs(gram - np.eye(len(gram))).max())
-
-
 def pursued(apply: Apply, block: Tensor, rounds: int) -> Pursued:
     """The leading L vectors without Rayleigh–Ritz, for when the start is good and nothing may wait.
 
@@ -174,7 +159,7 @@ def pursued(apply: Apply, block: Tensor, rounds: int) -> Pursued:
         rounds: of two products each.
 
     Returns:
-        The vectors, and numbers for `flaws`.
+        The vectors, and what shows how good they are.
     """
     for _ in range(rounds):
         block = _straightened(apply(apply(block)))

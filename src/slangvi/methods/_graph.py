@@ -28,7 +28,7 @@ from slangvi._steps import mean_gradient
 from slangvi.linalg import LowRankPrecision, krylov
 from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.products import column_squares, sums
-from slangvi.linalg.subspace import filtered, flaws, projected, pursued, ritz, sharpened, starting_block
+from slangvi.linalg.subspace import filtered, projected, pursued, ritz, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE, relative_residual
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
 from slangvi.methods._launched import Launched, Numbers, Outcome, Setup
@@ -443,6 +443,17 @@ class Captured(ABC):
 
     def _wait(self) -> None:
         torch.cuda.current_stream(self.state.device).synchronize()
+
+
+def flaws(small: Array, left: Array, gram: Array) -> tuple[float, float]:
+    """How far `Pursued` is from leading vectors, by its numbers on the host: so many small sums cost a GPU more.
+
+    Returns:
+        The worst of `left` relative to the largest entry of `small`'s diagonal, and the worst entry of XᵀX − I; NaN
+        where anything is.
+    """
+    largest = np.maximum(small.diagonal().max(), np.finfo(small.dtype).tiny)
+    return float(left.max() / largest), float(np.abs(gram - np.eye(len(gram))).max())
 
 
 def _root(gram: Array) -> tuple[Array, Array]:
