@@ -157,7 +157,8 @@ def test_a_rate_that_is_too_large_may_stop_all():
 
 
 def test_who_sits_out_is_not_thrown_about():
-    logistic([0.1, 10.0], on_divergence="raise")(160, counts=[12, 0])
+    state = logistic([0.1, 10.0], on_divergence="raise")(160, counts=[12, 0])
+    assert state.step.tolist() == [160, 0]
 
 
 def test_impossible_reactions_are_named():

@@ -13,6 +13,7 @@ from slangvi.experiments._cells import Cell, read_cell, write
 from slangvi.experiments._image_scores import METRICS
 from slangvi.experiments._logistic_tables import Finished
 from slangvi.experiments._results import read_table
+from slangvi.experiments._settings import Settings
 
 __all__ = ["Tuning", "chosen"]
 
@@ -63,20 +64,23 @@ class Tuning:
                 found[cell.label] = (*tried, *measured, picked.get(cell.label, known.get(tried, "")))
         return list(found.values())
 
-    def bring_back(
-        self, finals: Sequence[Cell], known: Mapping[str, Mapping[str, Any]], path: Path, folder: Path
-    ) -> None:
-        """Make cells of settings that were tried elsewhere, so that they count as finished.
-
-        They hold the two scores of the table and nothing else: that is all that is chosen by.
+    def missing(self, finals: Sequence[Cell], known: Mapping[str, Mapping[str, Any]], settings: Settings) -> list[Cell]:
+        """Final cells that are not known yet; the settings they choose from count as finished where they are known.
 
         Args:
-            finals: cells that are to choose from them.
+            finals: chosen cells.
             known: what is told of cells that were made with the same settings, by label.
-            path: of the table.
-            folder: of cells.
+            settings: where tables and cells are.
         """
-        lines = read_table(path, self.columns) if known and path.is_file() else []
+        wanted = [cell for cell in finals if cell.label not in known]
+        self._bring_back(wanted, known, settings.out / f"{finals[0].group}-tuning.csv", settings.cells)
+        return wanted
+
+    def _bring_back(
+        self, finals: Sequence[Cell], known: Mapping[str, Mapping[str, Any]], path: Path, folder: Path
+    ) -> None:
+        """Make cells of settings that were tried elsewhere: two scores of the table, which is all that is chosen by."""
+        lines = read_table(path, self.columns) if path.is_file() else []
         scored = {self._read_back(line): [float(line[name]) for name in _MEASURED[:2]] for line in lines}
         for cell, setting in _searched(finals):
             facts, values = known.get(cell.label), scored.get(self._tried(cell, setting))

@@ -62,10 +62,8 @@ METHODS: dict[str, Recipe] = {
     "ensemble_5": Recipe("ensemble_5", _ADAM | {"distinct": 5}, _ADAM_RATES, 0.0008, tuned_as="map", seeds=_SEVERAL),
 }
 # For a hundred steps: a wider start, from which the mean moves faster, and a precision that is soon learned.
-_FEW_STEPS = {
-    **{"neg_log_sigma": 1.0, "lr": 0.02, "temperature": 0.01},
-    **{"init_precision": 1e3, "precision_lr": 0.02, "precision_warmup": True},
-}
+_SOON = {"init_precision": 1e3, "precision_lr": 0.02, "precision_warmup": True}
+_FEW_STEPS = {"neg_log_sigma": 1.0, "lr": 0.02, "temperature": 0.01, **_SOON}
 # What --quick trains, and with which settings: one each but for the cheapest.
 QUICK: dict[str, Grid] = {
     "slang_1": [{"neg_log_sigma": 1.0, "decay": 0.52}],

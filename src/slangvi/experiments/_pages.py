@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from slangvi._environment import PLATFORM
 from slangvi.experiments._agreement import Verdict
 from slangvi.experiments._names import DATASETS, METRICS
-from slangvi.experiments._results import Row, read_about
+from slangvi.experiments._results import Row, mean_and_error, read_about
 
 __all__ = [
     "COLORS",
@@ -141,8 +140,7 @@ def mean_number(values: Sequence[float], unit: float) -> str:
         >>> mean_number([0.5, 0.7], 0.01), mean_number([0.5], 0.01)
         ('0.60 ± 0.10', '0.50')
     """
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-    return number(statistics.fmean(values), error, unit)
+    return number(*mean_and_error(values), unit)
 
 
 def _exponent(unit: float) -> int:

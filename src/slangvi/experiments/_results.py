@@ -20,6 +20,7 @@ __all__ = [
     "Posterior",
     "Row",
     "aggregate",
+    "mean_and_error",
     "read_about",
     "read_posteriors",
     "read_rows",
@@ -78,10 +79,13 @@ def aggregate(
         (3.0, 1.527..., 2.0, 6.0, 3)
     """
     found = [float(value) for value in values]
-    error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
-    return Row(
-        dataset, metric, method, statistics.fmean(found), error, statistics.median(found), worst(found), len(found)
-    )
+    return Row(dataset, metric, method, *mean_and_error(found), statistics.median(found), worst(found), len(found))
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and its standard error; 0 for a single value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return statistics.fmean(values), error
 
 
 # ---- tables ----

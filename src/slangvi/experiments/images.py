@@ -132,9 +132,7 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     every = plan(rows, every_set, tuple(first.recipes))
     refuse_shorter(about, common["epochs"], first.most_seeds)
     common |= {"splits": first.most_seeds}
-    known = known_cells(about, common, every) if settings.extend else {}
-    wanted = [cell for cell in picked if cell.label not in known]
-    TUNING.bring_back(wanted, known, settings.out / f"{NAME}-tuning.csv", settings.cells)
+    wanted = TUNING.missing(picked, known_cells(about, common, every), settings) if settings.extend else picked
     there = (done.cell for done in all_finished(every, settings.cells))
     earlier = Earlier(about, common, every, [*wanted, *there])
     for data in dict.fromkeys(_PAIRS[name][0] for name in datasets):

@@ -63,9 +63,7 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
     picked, every = (rows.finals(NAME, each) for each in (choose("method", settings.methods, names), names))
     refuse_shorter(about, common["epochs"], rows.most_seeds)
     common |= {"splits": rows.most_seeds}
-    known = known_cells(about, common, every) if settings.extend else {}
-    wanted = [cell for cell in picked if cell.label not in known]
-    TUNING.bring_back(wanted, known, settings.out / f"{NAME}-tuning.csv", settings.cells)
+    wanted = TUNING.missing(picked, known_cells(about, common, every), settings) if settings.extend else picked
     there = (done.cell for done in all_finished(every, settings.cells))
     earlier = Earlier(about, common, every, [*wanted, *there])
     for part in ("train", "test"):

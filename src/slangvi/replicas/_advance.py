@@ -156,7 +156,7 @@ class Lockstep:
     def _look(self, state: State, new: State) -> None:
         """Show the step to the watch, whose windows are counted by the replica that has taken most."""
         clock = int(new.step.max())
-        if clock == int(state.step.max()) or not self.watch.due(clock):
+        if not self.watch.due(clock) or clock == int(state.step.max()):
             return
         lr = self.settings.lr.at(state.step + 1, torch.arange(len(new.step)))
         alpha, decay, steps = (x.to(new.loc).unsqueeze(1) for x in (lr, self.settings.momentum, new.step))
