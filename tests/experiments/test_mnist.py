@@ -214,7 +214,7 @@ def test_the_final_run_takes_the_setting_that_was_best(by, errors, likelihoods, 
     same = cell(**grid[1])
     expected = compute_final(same, attempt_at(tmp_path / "other", same))
     np.testing.assert_array_equal(found["probs"], expected["probs"])
-    assert chosen_setting([math.nan, math.nan]) == 0
+    assert chosen_setting([(math.nan, math.nan)] * 2) == 0
 
 
 # ---- recipes ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -72,7 +72,8 @@ def compute_tuning(cell: Cell, attempt: Attempt) -> Arrays:
 def compute_final(cell: Cell, attempt: Attempt) -> Arrays:
     """Train with the setting that was best on the validation images, and test."""
     by = cell.settings.get("chosen_by", METRICS[0])
-    found = [float(read(need.path(attempt.folder)).arrays[by][0]) for need in cell.needs]
+    tried = [read(need.path(attempt.folder)).arrays for need in cell.needs]
+    found = [(float(arrays[by][0]), float(arrays[METRICS[1]][0])) for arrays in tried]
     number = chosen_setting(found) if found else 0
     run = _Run({**cell.settings, **cell.settings["grid"][number]}, attempt, "test")
     run.train()
@@ -81,14 +82,15 @@ def compute_final(cell: Cell, attempt: Attempt) -> Arrays:
     return result | (run.shifted() if "degrees" in cell.settings and not run.lost else {})
 
 
-def chosen_setting(values: list[float]) -> int:
-    """The first of the lowest; runs that were lost have NaN and are never chosen.
+def chosen_setting(values: Sequence[tuple[float, float]]) -> int:
+    """The lowest by what is chosen by, and of several by NLL; runs that were lost have NaN and are never chosen.
 
     Example:
-        >>> chosen_setting([float("nan"), 2.5, 1.9, 1.9])
-        2
+        >>> chosen_setting([(float("nan"), float("nan")), (2.5, 0.1), (1.9, 0.3), (1.9, 0.2)])
+        3
     """
-    return int(np.nan_to_num(np.array(values), nan=np.inf).argmin())
+    ranked = np.nan_to_num(np.array(values), nan=np.inf)
+    return int(np.lexsort((ranked[:, 1], ranked[:, 0]))[0])
 
 
 class _Run:

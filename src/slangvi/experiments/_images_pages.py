@@ -32,15 +32,16 @@ COLORS = {
     "laplace": "#756bb1",
 }
 ABOUT = """\
-Past the paper, which had no convolutions: LeNet-5 with rectified units, 20 epochs, and a small residual network with
-GroupNorm, 10 epochs, by SLANG with L = 8 and by its rivals. Each method has six settings to choose from by validation
-NLL: three learning rates that fall along half a cosine and two priors, or for SLANG two rates and three temperatures T
-of a cold posterior, likelihood and prior to the power 1/T. The grids were placed after a search on the validation
-images of Fashion-MNIST: some fifty runs of SLANG, which led to a precision that starts high and learns slowly, and a
-dozen of the rivals, which moved their rates upwards. Not all grids have the best setting in their middle: the tables of
-settings below show which rates and temperatures were chosen. An ensemble and Laplace's approximation for the last
-layer take over the setting of `map`. IVON is its authors' own package. Predictions average 64 draws. Numbers are means
-of three seeds ± their standard error.
+Past the paper, which had no convolutions: LeNet-5 with rectified units and a small residual network with GroupNorm, by
+SLANG with L = 8 and by its rivals; 20 epochs, but 10 of the residual network on MNIST. After 10 epochs on Fashion-MNIST
+the residual network's NLL was 0.238 by SLANG and 0.235 by `map`. Each method has six settings to choose from by
+validation NLL: three learning rates that fall along half a cosine and two priors, or for SLANG two rates and three
+temperatures T of a cold posterior, likelihood and prior to the power 1/T. The grids were placed after a search on the
+validation images of Fashion-MNIST: some fifty runs of SLANG, which led to a precision that starts high and learns
+slowly, and a dozen of the rivals, which moved their rates upwards. Not all grids have the best setting in their middle:
+the tables of settings below show which rates and temperatures were chosen. An ensemble and Laplace's approximation for
+the last layer take over the setting of `map`. IVON is its authors' own package. Predictions average 64 draws. Numbers
+are means of three seeds ± their standard error.
 
 The trained networks also see test images that are turned, and strangers: the test images of the other set, and letters
 A to J drawn for this purpose. *AUROC* is how often a stranger is more uncertain than a test image, *FPR95* the share of
