@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from slangvi import likelihoods
 from slangvi.linalg import lowrank, products
-from slangvi.methods import _graph, _graph_loop, _graph_runner
+from slangvi.methods import _graph, _graph_host, _graph_loop, _graph_runner
 from taping import Tape
 
 
@@ -113,7 +113,8 @@ def pretend(fake: FakeCuda, graph: type, monkeypatch: pytest.MonkeyPatch) -> Fak
     own.manual_seed = lambda seed: own  # where there is a GPU, torch.manual_seed comes by, the global source seeded
     for name, value in (replacements | {"default_generators": (own,)}).items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(_graph, "_pinned", lambda size: torch.zeros(size, dtype=torch.float64))
+    for module in (_graph, _graph_host):
+        monkeypatch.setattr(module, "pinned", lambda size: torch.zeros(size, dtype=torch.float64))
     monkeypatch.setattr(likelihoods, "_capturing", lambda values: fake.busy)
     for module in (_graph_runner, _graph_loop):
         monkeypatch.setattr(module, "has_graphs", lambda device: True)

@@ -68,10 +68,12 @@ class Tape(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         # Their memory, with versions of its own.
         mine, options = tree_map(lambda x: x.data if isinstance(x, Tensor) else x, (args, kwargs or {}))
+        named = {argument.name: given for argument, given in zip(func._schema.arguments, args, strict=False)}
+        named |= kwargs or {}  # out= is among them
         written = [
-            given
-            for argument, given in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            named[argument.name]
+            for argument in func._schema.arguments
+            if argument.name in named and argument.alias_info is not None and argument.alias_info.is_write
         ]
         for x in tree_leaves(written):
             if isinstance(x, Tensor) and _memory(x) not in self.made.keys() | self._kept.keys():

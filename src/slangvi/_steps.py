@@ -78,6 +78,7 @@ def mean_gradient(
     prior: Prior,
     momentum: float | Tensor,
     correction: float | Tensor,
+    pull: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""The averaged likelihood gradient, and with the prior's the gradient of the mean.
 
@@ -92,8 +93,11 @@ def mean_gradient(
         prior: λ and μ₀.
         momentum: γ.
         correction: 1 − γᵗ.
+        pull: λ ∘ (μ − μ₀), where it is known.
     """
     new = lerp(weight * total, average, momentum)
+    if pull is not None and isinstance(correction, Tensor):
+        return new, torch.addcdiv(pull, new, correction)
     return new, torch.addcmul(new / correction, prior.precision, loc - prior.mean)
 
 

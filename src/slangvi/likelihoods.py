@@ -55,11 +55,11 @@ class Categorical(Likelihood):
         if targets.shape != outputs.shape[:-1]:
             raise _shape_error(targets, tuple(outputs.shape[:-1]))
         labels, capturing = targets.long(), _capturing(targets)
-        # A label out of range would stop the device for good; NaN is found after the step.
+        # A label out of range would stop the device for good; divided by zero, its value is found after the step.
         index = labels.clamp(0, outputs.shape[-1] - 1) if capturing else labels
         # Not cross_entropy, which under vmap falls apart into some forty small operations.
         values = outputs.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        return _sum_but_first(values.where(index == labels, torch.nan) if capturing else values)
+        return _sum_but_first(values / (index == labels) if capturing else values)
 
     def predictive(self, outputs: Tensor) -> Tensor:
         """Softmax over the last dimension; outputs (M, ..., C) with C ≥ 2."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slangvi.types import Routes
 
-__all__ = ["CACHE_BYTES", "CHUNK_BYTES", "Block", "Formed", "add_product"]
+__all__ = ["CACHE_BYTES", "CHUNK_BYTES", "Block", "Formed", "add_entries", "add_product"]
 
 # Largest temporary a chunked product may take, where nothing else is said.
 CHUNK_BYTES = Routes().chunk_bytes
@@ -109,9 +109,9 @@ class Formed(Block):
         """(p,)."""
         return _column_sums(self.rows)
 
-    def square_sum(self) -> Tensor:
-        """(p,)."""
-        return _column_sums(self.rows.square())
+    def square_sum(self, squares: Tensor | None = None) -> Tensor:
+        """(p,); the squares of the rows can be given where they are known, in any shape."""
+        return _column_sums(self.rows.square() if squares is None else squares.view(self.rows.shape))
 
     def gram(self) -> Tensor:
         """(R, R)."""
@@ -144,6 +144,14 @@ def _column_sums(rows: Tensor) -> Tensor:
     if rows.device.type == "cuda":
         return rows.mT @ rows.new_ones(len(rows))
     return rows.sum(0)
+
+
+def add_entries(onto: Tensor, a: Tensor, b: Tensor) -> None:
+    """Onto += a ∘ b; vmap has no product in place here either."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(onto):
+        onto += a * b
+    else:
+        onto.addcmul_(a, b)
 
 
 def add_product(onto: Tensor, a: Tensor, b: Tensor) -> None:

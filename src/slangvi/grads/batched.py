@@ -70,7 +70,7 @@ class BatchedPass:
         with torch.enable_grad():
             run = torch.func.vmap(lambda theta, *eps: self._one(theta, eps, batch), randomness="different")
             values, inputs = run(thetas.detach(), *zeros)
-            deltas = torch.autograd.grad(-values.sum(), zeros)
+            deltas = torch.autograd.grad(values, zeros, values.new_full((), -1.0).expand_as(values))
         return self.rows([x.detach() for x in inputs], deltas), values.detach()
 
     def gather_replicas(self, thetas: Tensor, batch: Any, weights: Tensor | None) -> tuple[list[Tensor], Tensor]:
@@ -94,8 +94,8 @@ class BatchedPass:
             draws = torch.func.vmap(self._one, in_dims=(0, 0, None), randomness="different")
             run = torch.func.vmap(draws, in_dims=(0, 0, tensors), randomness="different")
             values, inputs = run(thetas.detach(), zeros, batch)
-            weighed = values if weights is None else values * weights.unsqueeze(1)
-            deltas = torch.autograd.grad(-weighed.sum(), zeros)
+            slopes = values.new_full((), -1.0) if weights is None else -weights.unsqueeze(1)
+            deltas = torch.autograd.grad(values, zeros, slopes.expand_as(values))
         return [*(x.detach() for x in inputs), *deltas], values.detach()
 
     def rows(self, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> RowGroup:

@@ -14,6 +14,10 @@ from slangvi.types import ParamSpec, Routes
 
 __all__ = ["FactoredGradients", "RowGroup"]
 
+# A GPU adds more small matrices than so many by putting them side by side first: two kernels.
+_SEVERAL = 3
+_SMALL = 1 << 18
+
 
 @dataclass(frozen=True)
 class RowGroup:
@@ -102,7 +106,18 @@ class FactoredGradients:
 
     def square_sum(self) -> Tensor:
         """Σ_r g_r ∘ g_r, (P,)."""
-        return self._joined({name: block.square_sum() for name, block in self.blocks.items()}, self._scale**2)
+        parts: dict[str, Tensor] = {}
+        latest: tuple[tuple[int, ...], Tensor] | None = None
+        for name, block in self.blocks.items():
+            rows = _outputs_of(block)
+            if isinstance(block, Outer | Formed) and rows is not None:
+                # A bias follows the weight with the same δ, whose squares are there.
+                here = place(rows)
+                latest = latest if latest is not None and latest[0] == here else (here, rows.square())
+                parts[name] = block.square_sum(latest[1])
+            else:
+                parts[name] = block.square_sum()
+        return self._joined(parts, self._scale**2)
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
         """G diag(w) Gᵀ, (R, R)."""
@@ -124,8 +139,11 @@ class FactoredGradients:
                 inputs[place(block.rows)][1].add_(shares[name])
             elif not (isinstance(block, Outer) and block.simple):
                 parts.append(_times(block.gram(), shares[name]))
-        parts += [owner.gram_with(part) for owner, part in inputs.values()]
-        return _times(_accumulated(parts, self.like, self._num_rows), self._scale**2)
+        total = _accumulated(parts, self.like, self._num_rows) if parts or not inputs else None
+        for owner, part in inputs.values():
+            total = owner.gram_with(part, onto=total)
+        assert total is not None
+        return _times(total, self._scale**2)
 
     def mm(self, rows: Tensor) -> Tensor:
         """G Cᵀ, (K, P) → (R, K)."""
@@ -158,6 +176,13 @@ class FactoredGradients:
         return rows.mul_(self._scale)
 
 
+def _outputs_of(block: Block) -> Tensor | None:
+    """δ of a block that has one position, or of a bias."""
+    if isinstance(block, Outer):
+        return block.left if block.simple else None
+    return block.rows if isinstance(block, Formed) else None
+
+
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
     """In place, and not at all when there is nothing to do."""
     return x if isinstance(factor, float) and factor == 1.0 else x.mul_(factor)
@@ -167,6 +192,8 @@ def _accumulated(parts: list[Tensor], like: Tensor, *lengths: int) -> Tensor:
     """Σ of the parts, added to the first; zeros when there are none or they overlap themselves."""
     if not parts:
         return like.new_zeros(lengths[0], lengths[-1])
+    if like.device.type == "cuda" and len(parts) > _SEVERAL and parts[0].numel() <= _SMALL:
+        return torch.stack(parts).sum(0)
     return reduce(torch.Tensor.add_, parts[1:], parts[0].contiguous())
 
 

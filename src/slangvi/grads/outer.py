@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slangvi.grads.base import CACHE_BYTES, CHUNK_BYTES, Block, add_product
+from slangvi.grads.base import CACHE_BYTES, CHUNK_BYTES, Block, add_entries, add_product
 
 __all__ = ["Outer"]
 
@@ -71,11 +71,16 @@ class Outer(Block):
         left = self.left.unflatten(0, (self.copies, -1)).sum(0) if self.copies > 1 else self.left
         return (_by_group(left).mT @ _by_group(self.right)).flatten()
 
-    def square_sum(self) -> Tensor:
-        """With one position (δ²)ᵀ(a²); otherwise gradients are formed a few rows at a time, (p,)."""
+    def square_sum(self, squares: Tensor | None = None) -> Tensor:
+        """With one position (δ²)ᵀ(a²); otherwise gradients are formed a few rows at a time, (p,).
+
+        Args:
+            squares: δ², where it is known, in any shape.
+        """
         _, G, T, O, I = self.sizes  # noqa: E741
         if T == 1:
-            return Outer(self.left.square(), self.right.square()).sum()
+            left = self.left.square() if squares is None else squares.view(self.left.shape)
+            return Outer(left, self.right.square()).sum()
         total = self.left.new_zeros(G * O * I)
         for piece in self._unshared()._split(G * O * I):
             total += piece.form().square().sum(0)
@@ -106,12 +111,24 @@ class Outer(Block):
         right = _by_group(self.right)
         return right @ right.mT
 
-    def gram_with(self, inputs: Tensor) -> Tensor:
-        """With one position: Σ_g δδᵀ ∘ inputs, the latter repeated for draws that share them, (R, R)."""
+    def gram_with(self, inputs: Tensor, onto: Tensor | None = None) -> Tensor:
+        """With one position: Σ_g δδᵀ ∘ inputs, the latter repeated for draws that share them, (R, R).
+
+        With one group it can be added to another matrix, without a pass of its own.
+        """
         R, left = self.num_rows, _by_group(self.left)
-        product: Tensor = (left @ left.mT).unflatten(1, (self.copies, -1)).unflatten(-1, (self.copies, -1))
-        product *= inputs.unflatten(1, (1, -1)).unflatten(-1, (1, -1))
+        product, repeated = self._by_draw(left @ left.mT, self.copies), self._by_draw(inputs, 1)
+        if onto is not None:
+            add_entries(self._by_draw(onto[None], self.copies), product, repeated)
+            return onto
+        product *= repeated
         return (product[0] if len(product) == 1 else product.sum(0)).reshape(R, R)
+
+    @staticmethod
+    def _by_draw(table: Tensor, copies: int) -> Tensor:
+        """(G, R, R) → (G, S, R/S, S, R/S)."""
+        apart: Tensor = table.unflatten(1, (copies, -1)).unflatten(-1, (copies, -1))
+        return apart
 
     def mm(self, rows: Tensor) -> Tensor:
         """Σ_t δ_rtᵀ C_k a_rt: the products C_k a for some k at a time, then their contraction with δ, (R, K)."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slangvi.linalg.products import product
 
-__all__ = ["InverseRoot", "damped", "turn"]
+__all__ = ["InverseRoot", "damped", "damping", "turn"]
 
 _ONCE = (
     "draws of a low-rank precision can be differentiated once, not twice. Take second derivatives of log_prob, entropy "
@@ -93,7 +93,12 @@ def _slopes(roots: Tensor) -> Tensor:
 
 def damped(turned: Tensor, roots: Tensor) -> Tensor:
     """c(s) y in the eigenbasis, given √(1+s)."""
-    return turned / -torch.addcmul(roots, roots, roots)
+    return turned * damping(roots)
+
+
+def damping(roots: Tensor) -> Tensor:
+    """c(s), given √(1+s)."""
+    return -1.0 / torch.addcmul(roots, roots, roots)
 
 
 def turn(matrix: Tensor, vector: Tensor) -> Tensor:

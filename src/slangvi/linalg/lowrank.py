@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slangvi.linalg.inverse_root import InverseRoot, damped, turn
+from slangvi.linalg.inverse_root import InverseRoot, damping, turn
 from slangvi.linalg.kept import kept
 from slangvi.linalg.noise import standard_normal
-from slangvi.linalg.products import LONG, against, gram_float64, is_long, is_plain, lift
+from slangvi.linalg.products import LONG, against, gram_float64, is_long, is_plain, less, lift
 
 __all__ = ["LowRankPrecision", "factorize", "matmul"]
 
@@ -65,7 +65,7 @@ class LowRankPrecision:
             return self.double.solve(rhs.to(torch.float64)).to(rhs.dtype)
         double, dtype = torch.float64, rhs.dtype
         inner = self._capacitance_solve(against(self.factor, rhs / self.diag, double))
-        solved = (rhs - lift(self.factor, inner.to(dtype))) / self.diag
+        solved = less(rhs, self.factor, inner.to(dtype)) / self.diag
         if dtype == double:
             return solved
         missing = self._capacitance_solve(inner - against(self.factor, solved, double))
@@ -114,6 +114,11 @@ class LowRankPrecision:
         values, vectors = torch.linalg.eigh(self.gram.detach())
         return values.clamp_min_(0.0).add_(1.0).sqrt_(), vectors
 
+    @kept
+    def damping(self) -> Tensor:
+        """c(s) = −1/(√(1+s)(1+√(1+s))), without gradient, (..., L)."""
+        return damping(self.spectrum[0])
+
     def sample(
         self,
         sample_shape: tuple[int, ...] | torch.Size = (),
@@ -146,7 +151,8 @@ class LowRankPrecision:
     @property
     def _double_rooted(self) -> LowRankPrecision:
         """The same in float64, with the eigenvectors found here, or put here by others."""
-        self.double.__dict__.setdefault("spectrum", self.spectrum)
+        for name in ("spectrum", "damping"):
+            self.double.__dict__.setdefault(name, getattr(self, name))
         return self.double
 
     def _rooted(self, white: Tensor) -> Tensor:
@@ -155,8 +161,8 @@ class LowRankPrecision:
         if self.gram.shape[-1] and not is_plain(self.gram):
             found: Tensor = InverseRoot.apply(self.gram, double, *self.spectrum)  # type: ignore[no-untyped-call]
         else:
-            roots, vectors = self.spectrum
-            found = turn(vectors, damped(turn(vectors.mT, double), roots))
+            _, vectors = self.spectrum
+            found = turn(vectors, turn(vectors.mT, double) * self.damping)
         return found.to(white.dtype)
 
     def inv_diag(self) -> Tensor:
@@ -207,11 +213,16 @@ class LowRankPrecision:
         """tr(UUᵀ + diag d), (...)."""
         return self.diag.sum(-1) + self.factor.square().sum((-2, -1))
 
+    @kept
+    def _only(self) -> Tensor:
+        """I + VᵀV at rank 1."""
+        return self.cholesky.square()
+
     def _capacitance_solve(self, inner: Tensor) -> Tensor:
         """(I + VᵀV)⁻¹ y for y of shape (..., L)."""
         columns = inner.to(torch.float64).unsqueeze(-1)
         if self.cholesky.shape[-1] == 1:
-            solved = columns / self.cholesky.square()
+            solved = columns / self._only
         elif columns.is_cuda and not (columns.ndim == 2 and is_plain(columns)):
             # For a batch on a GPU torch.cholesky_solve takes ways that cannot be captured in a graph.
             half = torch.linalg.solve_triangular(self.cholesky, columns, upper=False)
@@ -244,7 +255,8 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
     # factorisation stays alive.
     unit = _LONG_ROUNDING if is_long(factor) else 4.0 * max(rank, 1) * torch.finfo(torch.float64).eps
     rounding = unit * gram.diagonal(dim1=-2, dim2=-1)
-    capacitance = gram + torch.diag_embed(rounding.clamp_min(1.0))
+    capacitance = gram.clone()
+    capacitance.diagonal(dim1=-2, dim2=-1).add_(rounding.clamp_min(1.0))
     return LowRankPrecision(factor, diag, gram, _cholesky(capacitance))
 
 
@@ -260,7 +272,7 @@ def _cholesky(matrix: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if matrix.device.type == "cpu" and is_plain(matrix) and not bool(failed.any()):
         return factor
-    spoilt: Tensor = factor + torch.where(failed > 0, torch.nan, 0.0)[..., None, None]
+    spoilt: Tensor = factor.where((failed == 0)[..., None, None], torch.nan)
     return spoilt
 
 

@@ -18,10 +18,12 @@ __all__ = [
     "gram_float64",
     "is_long",
     "is_plain",
+    "less",
     "lift",
     "mix",
     "product",
     "sums",
+    "times",
 ]
 
 # Rows from this length on are long. So many of their columns are summed in float32, as BLAS pleases, and these sums in
@@ -169,6 +171,22 @@ def sums(*vectors: Tensor) -> Tensor:
 def mix(weights: Tensor, rows: Tensor) -> Tensor:
     """Rows combined with weights, (..., K, L) and (..., L, P) → (..., K, P); an outer product is no work for a GEMM."""
     return weights * rows if rows.shape[-2] == 1 else product(weights, rows)
+
+
+def times(x: Tensor, weight: float | Tensor, dtype: torch.dtype, onto: Tensor | None = None) -> Tensor:
+    """(x · weight).to(dtype), in one pass where nobody watches; written onto a tensor of that dtype if one is given."""
+    if not is_plain(x):
+        found = (x * weight).to(dtype)
+        return found if onto is None else onto.copy_(found)
+    found = torch.empty_like(x, dtype=dtype) if onto is None else onto
+    return torch.mul(x, weight, out=found)
+
+
+def less(vector: Tensor, rows: Tensor, inner: Tensor) -> Tensor:
+    """The vector x − Σ_l y_l u_l, (..., P)."""
+    if rows.ndim == 2 and len(rows) == 1 and inner.ndim == 1:
+        return torch.addcmul(vector, inner, rows[0], value=-1)
+    return vector - lift(rows, inner)
 
 
 def lift(rows: Tensor, inner: Tensor) -> Tensor:

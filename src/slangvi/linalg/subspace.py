@@ -122,7 +122,8 @@ def _straightened(block: Tensor) -> Tensor:
     is repaired by the second time. Columns without content stay zero.
     """
     if block.shape[-1] == 1:
-        return block * block.square().sum(-2, keepdim=True).clamp_min(torch.finfo(block.dtype).tiny).rsqrt()
+        length: Tensor = torch.linalg.vector_norm(block, dim=-2, keepdim=True)
+        return block / length.clamp_min_(torch.finfo(block.dtype).tiny)
     gram = block.mT @ block
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     diagonal.mul_(1.0 + 16 * block.shape[-1] * torch.finfo(block.dtype).eps).add_(torch.finfo(block.dtype).tiny)
@@ -165,7 +166,7 @@ def pursued(apply: Apply, block: Tensor, rounds: int) -> Pursued:
         block = _straightened(apply(apply(block)))
     image = apply(block)
     small = _products(block, image)
-    left: Tensor = torch.linalg.vector_norm(image - block @ small, dim=0)
+    left: Tensor = torch.linalg.vector_norm(image.addmm_(block, small, alpha=-1), dim=0)
     return Pursued(block, small, left, _products(block, block))
 
 

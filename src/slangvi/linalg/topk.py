@@ -28,7 +28,7 @@ from torch import Tensor
 
 from slangvi.linalg import krylov
 from slangvi.linalg.krylov import Eigenpairs, decomposed, iteration_pays, leading_eigenpairs
-from slangvi.linalg.products import column_squares, contract, gram_float64, mix, product
+from slangvi.linalg.products import column_squares, contract, gram_float64, mix, product, times
 from slangvi.linalg.subspace import OVERSAMPLING, projected, ritz, sharpened, starting_block
 from slangvi.linalg.tracking import first_rounds, tracked, tracking_pays
 from slangvi.types import GradientOperator
@@ -36,6 +36,7 @@ from slangvi.types import GradientOperator
 __all__ = ["Problem", "Route", "Solved", "TopFactor", "averaged_diagonal", "choose_route", "pairs_of", "top_factor"]
 
 Route = Literal["gram", "randomized", "parameters"]
+_Weighed = tuple[Tensor, float | Tensor]
 
 # Residual allowed relative to the largest eigenvalue: far below the 1e-4 that float32 promises, far above its rounding.
 # Pairs asked for in float64 are those of the full decomposition.
@@ -91,6 +92,7 @@ class Problem:
         gain: b ≥ 0; likewise.
         gain_per_tensor: the same b with one number per parameter tensor, needed when `gain` is a (P,) tensor.
         route: how W is found.
+        roots: √a, √b and √(ab) where they are at hand.
     """
 
     factor: Tensor
@@ -99,6 +101,7 @@ class Problem:
     gain: float | Tensor
     gain_per_tensor: Tensor | None
     route: Route
+    roots: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def size(self) -> int:
@@ -117,12 +120,14 @@ class Problem:
         if self.route == "parameters":
             return self._parameters_matrix()
         old, (a, b) = self._old, self._roots
-        cross = self.gradients.mm(old if self._columns is None else old * self._columns) * (a * b)
+        both = a * b if self.roots is None else self.roots[2]
+        cross = self.gradients.mm(old if self._columns is None else old * self._columns)
         uniform = self.gain_per_tensor is None
-        gram = self.gradients.gram() * self.gain if uniform else self.gradients.gram(self.gain_per_tensor)
+        gram, gain = (self.gradients.gram(), self.gain) if uniform else (self.gradients.gram(self.gain_per_tensor), 1.0)
         # In float32 the other parts are rounded to it as well.
         corner = gram_float64(old) if old.dtype == torch.float64 or old.ndim > 2 else contract(old, old)
-        return _bordered(corner.to(torch.float64) * (a * a), cross, gram)
+        share = a * a if self.roots is None else self.keep
+        return _bordered((corner.to(torch.float64), share), (cross, both), (gram, gain))
 
     def _parameters_matrix(self) -> Tensor:
         """A, float64, (..., P, P)."""
@@ -156,7 +161,7 @@ class Problem:
         Roots are multiplied in before anything is rounded: that of √(1−β) would be the same at every step.
         """
         (a, b), rank, dtype = self._roots, self.factor.shape[-2], self.factor.dtype
-        kept, new = (vectors[..., :rank, :] * a).to(dtype), (vectors[..., rank:, :] * b).to(dtype)
+        kept, new = times(vectors[..., :rank, :], a, dtype), times(vectors[..., rank:, :], b, dtype)
         kept = mix(kept.mT, self._old)
         if self._columns is not None:
             return kept + self.gradients.t_mm(new) * self._columns
@@ -236,12 +241,14 @@ class Problem:
 
     @cached_property
     def _keep_root(self) -> float | Tensor:
+        if self.roots is not None:
+            return self.roots[0]
         # A rounded root of what differs by column would be rounded alike at every step.
         return self.keep.to(torch.float64) ** 0.5 if isinstance(self.keep, Tensor) else self.keep**0.5
 
     @cached_property
     def _gain_root(self) -> float | Tensor:
-        return self.gain**0.5
+        return self.gain**0.5 if self.roots is None else self.roots[1]
 
     @cached_property
     def _columns(self) -> Tensor | None:
@@ -302,15 +309,18 @@ def averaged_diagonal(old: Tensor, fresh: Tensor, keep: float | Tensor, gain: fl
         keep: a.
         gain: b.
     """
-    return _doubled(old, keep) + _doubled(fresh, gain)
+    kept = _doubled(old, keep)
+    return torch.addcmul(kept, fresh, _double(gain)) if isinstance(gain, Tensor) else kept + _doubled(fresh, gain)
 
 
 def _doubled(vector: Tensor, weight: float | Tensor) -> Tensor:
     """The product in float64."""
-    if not isinstance(weight, Tensor):
-        return vector.to(torch.float64) * weight
-    # A tensor with a dimension makes the product float64, and the vector need not be copied to that first.
-    return vector * (weight if weight.ndim else weight.unsqueeze(0)).to(torch.float64)
+    return vector * _double(weight) if isinstance(weight, Tensor) else vector.to(torch.float64) * weight
+
+
+def _double(weight: Tensor) -> Tensor:
+    """In float64, with a dimension: that makes products with it float64, and vectors need not be copied to it first."""
+    return (weight if weight.ndim else weight.unsqueeze(0)).to(torch.float64)
 
 
 def _height(gradients: GradientOperator) -> int:
@@ -375,12 +385,14 @@ def _weighed(gram: Tensor, root: float | Tensor) -> Tensor:
     return gram * (root.unsqueeze(-1) * root.unsqueeze(-2) if root.ndim else root * root)
 
 
-def _bordered(corner: Tensor, cross: Tensor, gram: Tensor) -> Tensor:
-    """[[corner, crossᵀ], [cross, gram]] in float64: (..., L+R, L+R)."""
-    rank, size = corner.shape[-1], corner.shape[-1] + gram.shape[-1]
-    whole = gram.new_empty(*gram.shape[:-2], size, size, dtype=torch.float64)
-    whole[..., :rank, :rank] = corner
-    whole[..., rank:, :rank] = cross
-    whole[..., :rank, rank:] = cross.mT
-    whole[..., rank:, rank:] = gram
+def _bordered(corner: _Weighed, cross: _Weighed, gram: _Weighed) -> Tensor:
+    """[[corner, crossᵀ], [cross, gram]] in float64, each times its weight: (..., L+R, L+R)."""
+    rank, R = corner[0].shape[-1], gram[0].shape[-1]
+    whole = gram[0].new_empty(*gram[0].shape[:-2], rank + R, rank + R, dtype=torch.float64)
+    upper, lower = whole.split([rank, R], -2)
+    for (values, weight), place in zip(
+        (corner, cross, gram), (upper[..., :rank], *lower.split([rank, R], -1)), strict=True
+    ):
+        times(values, weight, torch.float64, onto=place)
+    upper[..., rank:] = lower[..., :rank].mT
     return whole

@@ -19,20 +19,19 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slangvi._steps import mean_gradient
-from slangvi.linalg import LowRankPrecision, krylov
+from slangvi.linalg import LowRankPrecision, Problem, choose_route, krylov
 from slangvi.linalg.krylov import iteration_pays
-from slangvi.linalg.products import column_squares, sums
+from slangvi.linalg.products import column_squares
 from slangvi.linalg.subspace import filtered, projected, pursued, ritz, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE, relative_residual
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
+from slangvi.methods._graph_host import Received, Sent, flaws, pinned, reach, root_of
 from slangvi.methods._launched import Launched, Numbers, Outcome, Setup
-from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, eigenproblem, shift, widen
+from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, shift, widen
 from slangvi.types import GradientOperator
 
 __all__ = ["Captured"]
@@ -48,7 +47,8 @@ _MARGIN = 0.5
 _MOST_DOUBTS = 4
 # Share of the largest number within which the mean is known to stay finite, whatever is rounded on the way.
 _FAR = 1e-3
-Array = npt.NDArray[np.float64]
+# What comes back of a step in one go before its small matrices.
+_TOLD = 8
 
 
 class Captured(ABC):
@@ -71,11 +71,8 @@ class Captured(ABC):
         self.squares = column_squares(state[3:])  # of the factor's columns, which the step before has worked out
         self.rank = rank = len(state) - 3
         # Small numbers travel both ways through page-locked memory, inside the graphs.
-        self.sent = _pinned(len(Numbers._fields) + rank + rank * rank)
-        self._sent = self.sent.numpy()
-        self._sent[: len(Numbers._fields)] = 1.0
-        self._send_root(np.ones(rank), np.eye(rank))
-        self.edge = _pinned(1).fill_(1.0)  # see `filtered`
+        self.sent = Sent(rank)
+        self.edge = pinned(1).fill_(1.0)  # see `filtered`
 
     @abstractmethod
     def gradients(self) -> tuple[GradientOperator, Tensor]:
@@ -109,7 +106,7 @@ class Captured(ABC):
             rank, problem = self.rank, self.observed.problem
             self.vectors = self.state.new_zeros(problem.size, min(rank, problem.size), dtype=torch.float64)
             self.values = self.vectors.new_zeros(self.vectors.shape[1])
-            self.inner = _pinned((1 + self.block.shape[1]) * rank) if self.iterates else _pinned(0)
+            self.inner = pinned((1 + self.block.shape[1]) * rank) if self.iterates else pinned(0)
             kept, squares = self.state.clone(), self.squares.clone()
             if self.iterates:
                 self.once()
@@ -125,14 +122,16 @@ class Captured(ABC):
 
     def observe(self) -> list[Tensor]:
         """Gradients and the eigenproblem; returns numbers that show whether all is finite. `add_up` is to follow."""
-        numbers, _, _ = self.received()
-        plain = numbers.to(self.state.dtype)
-        # β stays as it is: a rounding of 1 − β that is the same at every step would add up in d.
-        self.rates = Rates(plain[0], numbers[1], None, self.momentum, plain[2])
+        self.receive()
+        sent = self.here
+        plain = sent.numbers.to(self.state.dtype)
+        self.lr = plain[0]
+        self.rates = Rates(self.lr, plain[1], None, self.momentum, plain[2])
         self.seen, mean = self.gradients()
         self.num_rows = self.seen.num_rows
         self.weight = self.num_data / self.num_rows
-        problem = eigenproblem(self.state[3:], self.seen, self.weight, self.rates)
+        factor, seen = self.state[3:], self.seen
+        problem = Problem(factor, seen, sent.keep, sent.gain, None, choose_route(factor, seen), sent.roots)
         self.observed = Observed(self.state[2], self.seen.square_sum(), problem)
         problem, rank = self.observed.problem, self.rank
         self.iterates = problem.route == "gram" and self.state.dtype in TOLERANCE and iteration_pays(problem.size, rank)
@@ -144,10 +143,10 @@ class Captured(ABC):
         self.observed = self.observed._replace(total=self.seen.sum())
 
     def draw(self, count: tuple[int, ...]) -> Tensor:
-        """Draws of the weights from the current state, (*count, P)."""
-        _, roots, turns = self.received()
+        """Draws of the weights from the current state by what was received, (*count, P)."""
+        turns = self.here.spectrum[1]
         precision = LowRankPrecision(self.state[3:], self.state[1], turns, turns)
-        precision.__dict__["spectrum"] = (roots, turns)
+        precision.__dict__.update(spectrum=self.here.spectrum, damping=self.here.damping)
         return precision.sample(count, self.generator, self.state[0])
 
     def once(self) -> None:
@@ -169,41 +168,21 @@ class Captured(ABC):
         found = pursued(problem.apply, start, rounds)
         widened = self.widen(found.small.diagonal(), found.vectors)
         precision = widened.precision
-        told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), precision.diag).to(torch.float64)
-        known = torch.stack([*checks, *self._lengths(), precision.diag.amin()]).to(torch.float64)
+        loc, _, momentum = self.state[:3]
+        pull = self.prior.precision * (loc - self.prior.mean)
+        lengths = [torch.linalg.vector_norm(vector) for vector in (pull, momentum)]
+        told = torch.stack([*checks, *lengths, *precision.diag.aminmax()]).to(torch.float64)
+        diagonal = torch.stack([widened.whole_diag.sum(), widened.correction.clamp_max(0).sum()])
         matrices = (found.small.flatten(), found.gram.flatten(), precision.gram.flatten())
-        self.early = self._returned("early", torch.cat([told, known, found.left, *matrices]))
+        self.early = self._returned("early", torch.cat([told, diagonal, found.left, *matrices]))
         self.gram_is_there.record()  # the CPU works on it while the rest runs
         self.add_up()
-        loc, _, momentum = self.state[:3]
         rates, total = self.rates, self.observed.total
         average, gradient = mean_gradient(
-            loc, momentum, total, self.weight, self.prior, rates.momentum, rates.correction
+            loc, momentum, total, self.weight, self.prior, rates.momentum, rates.correction, pull
         )
-        self._keep(loc - self.rates.lr * precision.solve(gradient), average, widened)
-
-    def _lengths(self) -> tuple[Tensor, Tensor]:
-        """Of what the prior pulls with, and of the momentum."""
-        loc, _, momentum = self.state[:3]
-        pull: Tensor = torch.linalg.vector_norm(self.prior.precision * (loc - self.prior.mean))
-        return pull, torch.linalg.vector_norm(momentum)
-
-    def _reach(self, squares: float, total: float, pull: float, pushed: float, least: float) -> float:
-        """More than the mean moves, and than is met on the way: finite, it need not be waited for to know that it is.
-
-        ‖Σ_r g_r‖² ≤ R Σ_r ‖g_r‖², and P⁻¹ ≤ 1/min d. All numbers are finite, and on the host: a GPU would need a dozen
-        kernels for them.
-
-        Args:
-            squares: Σ_r ‖g_r‖².
-            total: trace of (1−β)UUᵀ + βĜ.
-            pull: length of the prior's pull.
-            pushed: length of the momentum.
-            least: min d⁺.
-        """
-        lr, _, correction = self._sent[: len(Numbers._fields)].tolist()
-        push = self.weight * math.sqrt(self.num_rows * squares) + pushed
-        return float(lr * (push / correction + pull) * (1 + math.sqrt(max(0.0, total))) / least)
+        new_loc = torch.addcmul(loc, self.lr, precision.solve(gradient), value=-1)
+        self._keep(new_loc, average, widened)
 
     def watch(self) -> None:
         """The first half: up to what the CPU needs to solve the eigenproblem."""
@@ -256,22 +235,19 @@ class Captured(ABC):
         return widen(diag, self.observed, values, vectors, self.prior, self.rates, squares)
 
     def _keep(self, loc: Tensor, momentum: Tensor, widened: Widened) -> None:
-        for row, value in enumerate((loc, widened.precision.diag, momentum)):
-            self.state[row] = value
-        self.state[3:] = widened.precision.factor
-        assert widened.squares is not None
-        self.squares.copy_(widened.squares)
+        precision, squares = widened.precision, widened.squares
+        assert squares is not None
+        places = [*self.state[:3], self.state[3:], self.squares]
+        torch._foreach_copy_(places, [loc, precision.diag, momentum, precision.factor, squares])  # in one kernel
 
-    def received(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rates, and what a draw needs of VᵀV: √(1+s) and its eigenvectors; float64."""
-        rank, count = self.rank, len(Numbers._fields)
-        here = self.sent.to(self.state.device, non_blocking=True)
-        return here[:count], here[count : count + rank], here[count + rank :].view(rank, rank)
+    def receive(self) -> None:
+        """Take over rates and what a draw needs."""
+        self.here: Received = self.sent.received(self.state.device)
 
     def _returned(self, name: str, values: Tensor) -> Tensor:
         """A copy in page-locked memory, one for each name."""
         if name not in self._host or self._host[name].numel() < values.numel():
-            self._host[name] = _pinned(values.numel())
+            self._host[name] = pinned(values.numel())
         place = self._host[name]
         place[: values.numel()].copy_(values, non_blocking=True)
         return place
@@ -288,7 +264,7 @@ class Captured(ABC):
         self.state.copy_(state)
         self.squares.copy_(column_squares(self.state[3:]))
         if precision is not None:
-            self._send_root(*(x.cpu().numpy() for x in precision.spectrum))
+            self.sent.root(*(x.cpu().numpy() for x in precision.spectrum))
 
     def advance(
         self,
@@ -311,7 +287,7 @@ class Captured(ABC):
         step = Launched(self, source, source.get_state(), reload, check)
         before()
         assert self.running is None
-        self._sent[: len(numbers)] = numbers
+        self.sent.rates(numbers, self.weight)
         if self.iterates and self._doubts == 0:
             if self._good >= self._patience and self._rounds > 1:
                 self._rounds, self._good, self._lowered = self._rounds - 1, 0, True
@@ -373,23 +349,25 @@ class Captured(ABC):
     def _at_once(self, step: Launched) -> Outcome | None:
         """None when the previous factor was no good start, or something is not finite."""
         self.gram_is_there.synchronize()
-        rank, known = self.rank, self.early[:8].tolist()
-        total, clipped, _, squares, mean, *lengths = known
-        if not (all(map(math.isfinite, known)) and lengths[-1] > 0):
+        rank, known = self.rank, self.early[:_TOLD].tolist()
+        squares, mean, pull, pushed, least, _, total, clipped = known
+        if not (all(map(math.isfinite, known)) and least > 0):
             return None
-        rest = self.early.numpy()[8:]
+        rest = self.early.numpy()[_TOLD:]
         left, (small, overlap, gram) = rest[:rank], rest[rank : rank + 3 * rank**2].reshape(3, rank, rank)
         residual, tilt = flaws(small, left, overlap)
-        near = self._reach(squares, total, *lengths) <= _FAR * torch.finfo(self.state.dtype).max
+        push = self.weight * math.sqrt(self.num_rows * squares)  # ‖Σ_r g_r‖² ≤ R Σ_r ‖g_r‖²
+        far = reach(self.sent.numbers, push, total, pull, pushed, least)
+        near = far <= _FAR * torch.finfo(self.state.dtype).max
         if not (near and residual <= TOLERANCE[self.state.dtype] and tilt <= _TILT):
             return None
-        self._send_root(*_root(gram))
+        self.sent.root(*root_of(gram))
         # Every round takes the residual down by about the same factor.
         rounds, enough = self._rounds, TOLERANCE[self.state.dtype] * _MARGIN
         self._good = self._good + 1 if rounds > 1 and residual <= enough ** (rounds / (rounds - 1)) else 0
         assert step.tensors is not None
         ritz = torch.from_numpy(small.copy())
-        return Outcome(step.tensors, ritz, residual, total, clipped, mean, self.num_rows, self)
+        return Outcome(step.tensors, ritz, residual, total, -clipped, mean, self.num_rows, self)
 
     def _in_halves(self, step: Launched) -> Outcome:
         """The step with the eigenproblem solved between its halves, to the tolerance whatever the start."""
@@ -402,13 +380,13 @@ class Captured(ABC):
         values, residual = self._solve()
         result = self.state.clone()
         self.gram_is_there.synchronize()
-        root = _root(self.gram.view(self.rank, self.rank).numpy())
+        root = root_of(self.gram.view(self.rank, self.rank).numpy())
         self._wait()
         told = self.tail[:4].tolist()
         if not all(map(math.isfinite, told)):
             step.check("the new precision", result[1], result[3:])
             step.check("the new mean", result[0])
-        self._send_root(*root)
+        self.sent.root(*root)
         return Outcome(result, values, residual, told[0], told[1], mean, self.num_rows, self)
 
     def _solve(self) -> tuple[Tensor, float]:
@@ -436,33 +414,5 @@ class Captured(ABC):
     def _block_square(self) -> tuple[int, int]:
         return self.block.shape[1], self.block.shape[1]
 
-    def _send_root(self, roots: Array, turns: Array) -> None:
-        rank, count = self.rank, len(Numbers._fields)
-        self._sent[count : count + rank] = roots
-        self._sent[count + rank :] = turns.reshape(-1)
-
     def _wait(self) -> None:
         torch.cuda.current_stream(self.state.device).synchronize()
-
-
-def flaws(small: Array, left: Array, gram: Array) -> tuple[float, float]:
-    """How far `Pursued` is from leading vectors, by its numbers on the host: so many small sums cost a GPU more.
-
-    Returns:
-        The worst of `left` relative to the largest entry of `small`'s diagonal, and the worst entry of XᵀX − I; NaN
-        where anything is.
-    """
-    largest = np.maximum(small.diagonal().max(), np.finfo(small.dtype).tiny)
-    return float(left.max() / largest), float(np.abs(gram - np.eye(len(gram))).max())
-
-
-def _root(gram: Array) -> tuple[Array, Array]:
-    """What the next draw needs of VᵀV, whose eigenproblem is too small for a GPU: √(1+s) and the eigenvectors."""
-    if not np.isfinite(gram).all():  # to be found out by the checks that follow
-        return np.ones(len(gram)), np.eye(len(gram))
-    values, vectors = np.linalg.eigh(gram)
-    return np.sqrt(np.maximum(values, 0.0) + 1.0), vectors
-
-
-def _pinned(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.float64, device="cpu", pin_memory=True)

@@ -71,6 +71,7 @@ class LoopStep(Captured):
 
     def write_draw(self) -> None:
         """One draw into the parameters."""
+        self.receive()
         self._write(self.draw(()))
 
     def write_mean(self) -> None:

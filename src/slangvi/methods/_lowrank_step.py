@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slangvi._steps import Prior, lerp, mean_gradient
 from slangvi.linalg import Problem, Route, choose_route
-from slangvi.linalg.products import column_squares, sums
+from slangvi.linalg.products import column_squares, is_plain, sums
 from slangvi.linalg.small import factorize_batch
 from slangvi.linalg.topk import averaged_diagonal
 from slangvi.types import GradientOperator
@@ -180,8 +180,15 @@ def widen_by(diag: Tensor, factor: Tensor, whole_diag: Tensor, prior: Prior, rat
     squares = column_squares(factor)
     base = lerp(diag, prior.precision, rates.precision_lr)
     whole = (whole_diag - squares).add_(base)
-    new_diag = torch.maximum(whole, torch.minimum(base, prior.precision)).to(base.dtype)
+    new_diag = _larger(whole, torch.minimum(base, prior.precision))
     return Widened(factorize_batch(factor, new_diag), whole_diag, whole.sub_(new_diag), squares)
+
+
+def _larger(whole: Tensor, bound: Tensor) -> Tensor:
+    """The larger of two in the dtype of the second, which is that of d."""
+    if is_plain(whole):
+        return torch.maximum(whole, bound, out=torch.empty_like(bound))
+    return torch.maximum(whole, bound).to(bound.dtype)
 
 
 def shift(
