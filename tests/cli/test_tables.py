@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from slangvi.cli.app import app
 from slangvi.tabular import fitting
+from slangvi.tabular.model import load
 from tabulating import EVIL, houses, kinds
 
 SHORT = ("--epochs", "2", "--hidden", "4", "--rank", "2")
@@ -56,6 +57,20 @@ def test_fit_says_what_it_did(place, tmp_path):
         "fitted on all rows",
     ):
         assert words in result.output, words
+
+
+def test_a_lower_temperature_makes_the_posterior_narrower(place, tmp_path):
+    spread = {}
+    for temperature in ("1", "0.01"):
+        out = tmp_path / temperature
+        made = invoke(
+            "fit", place / "houses.csv", "--target", "price", "--out", out, *SHORT, "--temperature", temperature
+        )
+        assert made.exit_code == 0, made.output
+        model = load(out)
+        assert model.record["settings"]["temperature"] == float(temperature)
+        spread[temperature] = model.posterior.variance.log().mean()
+    assert spread["0.01"] < spread["1"] - 1.0
 
 
 def test_fit_says_what_it_found_before_it_trains(place, tmp_path):
@@ -173,6 +188,7 @@ def test_intervals_of_large_numbers_are_written_with_the_digits_that_tell_them_a
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--max-mb", "0.0001"], 1, "Raise --max-mb"),
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--max-mb", "inf"], 2, "not a finite number"),
         (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--prior-precision", "nan"], 2, "not a finite"),
+        (["fit", "{}/houses.csv", "--target", "price", "--out", "{}/x", "--temperature", "0"], 2, "--temperature"),
         (["predict", "{}/houses", "{}/houses.csv", "--out", "-", "--level", "nan"], 2, "not a finite number"),
         (["predict", "{}/houses", "{}/kinds.csv", "--out", "-"], 1, "no column 'size', 'town'"),
         (["predict", "{}/houses", "{}/houses.csv", "--out", "{}/houses.csv"], 2, "Use --force to replace it"),

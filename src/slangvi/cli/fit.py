@@ -39,6 +39,13 @@ _WORDS = {"nll": "NLL (nats)", "rmse": "RMSE", "accuracy": "accuracy", "ece": "c
 @click.option("--epochs", type=click.IntRange(1), default=100, show_default=True, help="Passes over the rows.")
 @click.option("--hidden", default="50", show_default=True, metavar="N,N", help="Hidden layers; 0 is a linear model.")
 @click.option("--prior-precision", type=FiniteRange(0, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--temperature",
+    type=FiniteRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Below 1 every row counts for more, and the posterior is narrower.",
+)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of split, weights and draws.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--max-mb", type=FiniteRange(0, min_open=True), default=200.0, show_default=True, help="Largest file.")

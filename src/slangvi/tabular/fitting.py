@@ -42,6 +42,7 @@ class Settings:
         epochs: passes over the rows.
         hidden: widths of the hidden layers.
         prior_precision: λ.
+        temperature: 𝒯; every row counts 1/𝒯 times.
         seed: of the held-out rows, initial weights and draws.
         device: to train on.
         refit: learn from all rows after the check.
@@ -54,6 +55,7 @@ class Settings:
     epochs: int = 100
     hidden: tuple[int, ...] = (50,)
     prior_precision: float = 1.0
+    temperature: float = 1.0
     seed: int = 0
     device: str = "cpu"
     refit: bool = True
@@ -134,6 +136,7 @@ def _estimator(target: Target, settings: Settings, y: Array) -> tuple[Any, float
         "hidden_layer_sizes": settings.hidden,
         "rank": settings.rank,
         "prior_precision": settings.prior_precision,
+        "temperature": settings.temperature,
         "max_iter": settings.epochs,
         "random_state": settings.seed % 2**31,
         "device": settings.device,
