@@ -8,6 +8,7 @@ from torch import Tensor
 
 from capturing import captured
 from cases import build
+from pretending import on_gpu
 from reference import loop_gradients
 from slangvi.grads import FactoredGradients, RowGroup
 from slangvi.grads.blocks import Block, Formed, Outer, Rows, cheapest
@@ -132,6 +133,36 @@ def test_layers_that_share_a_delta_but_not_the_number_of_inputs_are_told_apart()
     blocks = {"w": Outer(left, randn(2, 1, 1, 2)), "v": Outer(left, randn(4, 1, 1, 5))}
     gradients = FactoredGradients(spec, [RowGroup(4, blocks, {})], 1, left, Routes(layers="factor"))
     rows = torch.cat([block.form() for block in blocks.values()], dim=1)
+    torch.testing.assert_close(gradients.gram(), rows @ rows.T)
+
+
+def chain(monkeypatch):
+    """Three linear layers with biases that hold the same δ, and how often something is squared."""
+    deltas = [randn(6, n) for n in (3, 4, 2)]
+    inputs = (randn(3, 5), randn(6, 3), randn(6, 4))  # the first are shared by two draws
+    blocks, shapes = {}, {}
+    for k, (delta, x) in enumerate(zip(deltas, inputs, strict=True)):
+        blocks |= {f"w{k}": Outer(delta[:, None, None], x[:, None, None]), f"b{k}": Formed(delta)}
+        shapes |= {f"w{k}": torch.Size((delta.shape[1], x.shape[1])), f"b{k}": torch.Size((delta.shape[1],))}
+    squared, real = [], Tensor.square
+    monkeypatch.setattr(Tensor, "square", lambda x: squared.append(x.shape) or real(x))
+    spec = ParamSpec(tuple(shapes), tuple(shapes.values()))
+    rows = torch.cat([block.form() for block in blocks.values()], dim=1)
+    return (spec, [RowGroup(6, blocks, {})], 1), rows, squared
+
+
+def test_a_weight_and_its_bias_square_their_common_delta_once(monkeypatch):
+    parts, rows, squared = chain(monkeypatch)
+    found = FactoredGradients(*parts, rows, Routes(layers="factor")).square_sum()
+    assert len(squared) == 6  # three δ, three inputs
+    torch.testing.assert_close(found, (rows * rows).sum(0))
+
+
+@pytest.mark.parametrize("like", [lambda x: x, on_gpu], ids=["cpu", "gpu"])
+def test_many_small_parts_are_added_alike_everywhere(like, monkeypatch):
+    parts, rows, _ = chain(monkeypatch)
+    gradients, columns = FactoredGradients(*parts, like(rows), Routes(layers="factor")), randn(2, rows.shape[1])
+    torch.testing.assert_close(gradients.mm(columns), rows @ columns.T)
     torch.testing.assert_close(gradients.gram(), rows @ rows.T)
 
 

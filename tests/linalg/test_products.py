@@ -99,3 +99,23 @@ def test_against_and_lift_are_products_with_vectors(rows, samples, pretend, gene
     lifted = torch.einsum("...lp,...l->...p", factor.double(), expected)
     found = products.lift(pretend(factor), pretend(expected.float())).as_subclass(Tensor)
     torch.testing.assert_close(found.double(), lifted, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("weight", [0.3, torch.tensor(0.3, dtype=torch.float64), torch.tensor([0.3, 2.0, 1.0])])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
+@pytest.mark.parametrize("watched", [False, True])
+def test_times_rounds_once_and_writes_where_it_is_told(watched, dtypes, weight, generator):
+    x = torch.randn(4, 3, generator=generator).to(dtypes[0]).requires_grad_(watched)
+    whole = torch.zeros(5, 4, dtype=dtypes[1])
+    found, written = products.times(x, weight, dtypes[1]), products.times(x, weight, dtypes[1], onto=whole[1:, 1:])
+    assert torch.equal(found, (x * weight).to(dtypes[1]))
+    assert torch.equal(whole[1:, 1:], found)
+    assert written.data_ptr() == whole[1:, 1:].data_ptr()
+    assert found.requires_grad is watched
+    assert not whole[0].any()
+
+
+@pytest.mark.parametrize("shapes", [((5,), (1, 5), (1,)), ((5,), (3, 5), (3,)), ((2, 5), (2, 3, 5), (2, 3))], ids=str)
+def test_less_takes_a_mix_of_rows_away(shapes, generator):
+    vector, rows, inner = (torch.randn(shape, generator=generator).double() for shape in shapes)
+    torch.testing.assert_close(products.less(vector, rows, inner), vector - (inner.unsqueeze(-2) @ rows).squeeze(-2))
