@@ -199,8 +199,12 @@ def test_predictions_that_are_nan_are_a_lost_run_too(method, settings, tmp_path)
 
 @pytest.mark.parametrize(
     ("by", "errors", "likelihoods"),
-    [({}, [math.nan, 3.0, 4.0], [0.1, 0.3, 0.2]), ({"chosen_by": "test_nll"}, [1.0, 4.0, 3.0], [math.nan, 0.2, 0.3])],
-    ids=["error", "nll"],
+    [
+        ({}, [math.nan, 3.0, 4.0], [0.1, 0.3, 0.2]),
+        ({}, [3.0, 3.0, 4.0], [0.3, 0.2, 0.1]),
+        ({"chosen_by": "test_nll"}, [1.0, 4.0, 3.0], [math.nan, 0.2, 0.3]),
+    ],
+    ids=["error", "tie", "nll"],
 )
 def test_the_final_run_takes_the_setting_that_was_best(by, errors, likelihoods, settings, tmp_path):
     needs, grid = [], [{"lr": 0.01, "neg_log_sigma": 0.0}, {"lr": 0.1, "neg_log_sigma": 1.0}, {"lr": 0.2}]

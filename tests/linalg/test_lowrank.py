@@ -8,6 +8,7 @@ one relative tolerance holds for every d. To first order the rounding error of K
 from __future__ import annotations
 
 import math
+import pickle
 
 import mpmath
 import pytest
@@ -431,3 +432,14 @@ def test_draws_in_float32_are_right_along_a_factor_that_dominates(size, dominanc
     ):
         off = (found.double() - expected) @ factor.double().T
         assert float(off.square().mean().sqrt()) < 0.1 * float((expected @ factor.double().T).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_precision_that_was_differentiated_through_can_be_stored(rank, generator):
+    """What is kept for later must not belong to a transformation that is over."""
+    factor, diag = torch.randn(rank, 5, generator=generator).double(), torch.full((5,), 2.0).double()
+    precision = factorize(factor, diag)
+    rhs = torch.randn(5, generator=generator).double()
+    slope = torch.func.grad(lambda x: precision.solve(x).sum())(rhs)
+    torch.testing.assert_close(slope, precision.solve(torch.ones(5).double()))
+    torch.testing.assert_close(pickle.loads(pickle.dumps(precision)).solve(rhs), precision.solve(rhs))

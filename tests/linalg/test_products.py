@@ -112,6 +112,9 @@ def test_times_rounds_once_and_writes_where_it_is_told(watched, dtypes, weight, 
     assert torch.equal(whole[1:, 1:], found)
     assert written.data_ptr() == whole[1:, 1:].data_ptr()
     assert found.requires_grad is watched
+    if isinstance(weight, Tensor):
+        learnt = weight.clone().requires_grad_()
+        assert products.times(x.detach(), learnt, dtypes[1]).requires_grad
     assert not whole[0].any()
 
 

@@ -247,3 +247,14 @@ def test_a_filter_is_not_asked_for_where_it_would_lose_what_is_small(rank, below
     assert float(found.edge) == (pytest.approx(below) if rank == 0 else 0.0)
     flat = ritz(projected(eye(60).__matmul__, starting_block(60, 4, 0, DOUBLE, CPU)), 4)
     assert float(flat.edge) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("scale", [0.0, 5e-324, 1e-300, 1e-165, 1e-150, 1.0, 1e150])
+def test_a_single_column_becomes_one_of_length_one_or_less(scale):
+    """In front of a product that it must not make overflow; too small to be squared it stays small."""
+    column = torch.full((4, 1), scale, dtype=torch.float64, requires_grad=True)
+    found = orthonormal(column)
+    length = float(found.detach().norm())
+    assert length <= 1.0 + 1e-12
+    assert scale < 1e-150 or length == pytest.approx(1.0, rel=1e-12)
+    assert torch.autograd.grad(found.sum(), column)[0].isfinite().all()

@@ -189,7 +189,7 @@ def _times(x: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def _accumulated(parts: list[Tensor], like: Tensor, *lengths: int) -> Tensor:
-    """Σ of the parts, added to the first; zeros when there are none or they overlap themselves."""
+    """Σ of the parts, in memory that may be the first one's; zeros when there are none."""
     if not parts:
         return like.new_zeros(lengths[0], lengths[-1])
     if like.device.type == "cuda" and len(parts) > _SEVERAL and parts[0].numel() <= _SMALL:

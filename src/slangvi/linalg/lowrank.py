@@ -64,11 +64,12 @@ class LowRankPrecision:
         if self._is_narrow:
             return self.double.solve(rhs.to(torch.float64)).to(rhs.dtype)
         double, dtype = torch.float64, rhs.dtype
-        inner = self._capacitance_solve(against(self.factor, rhs / self.diag, double))
+        only = self.cholesky.square() if self.cholesky.shape[-1] == 1 else None
+        inner = self._capacitance_solve(against(self.factor, rhs / self.diag, double), only)
         solved = less(rhs, self.factor, inner.to(dtype)) / self.diag
         if dtype == double:
             return solved
-        missing = self._capacitance_solve(inner - against(self.factor, solved, double))
+        missing = self._capacitance_solve(inner - against(self.factor, solved, double), only)
         return torch.addcdiv(solved, lift(self.factor, missing.to(dtype)), self.diag)
 
     def transform_noise(self, noise: Tensor) -> Tensor:
@@ -213,16 +214,11 @@ class LowRankPrecision:
         """tr(UUᵀ + diag d), (...)."""
         return self.diag.sum(-1) + self.factor.square().sum((-2, -1))
 
-    @kept
-    def _only(self) -> Tensor:
-        """I + VᵀV at rank 1."""
-        return self.cholesky.square()
-
-    def _capacitance_solve(self, inner: Tensor) -> Tensor:
-        """(I + VᵀV)⁻¹ y for y of shape (..., L)."""
+    def _capacitance_solve(self, inner: Tensor, only: Tensor | None) -> Tensor:
+        """(I + VᵀV)⁻¹ y for y of shape (..., L); `only` is I + VᵀV at rank 1, and None at any other."""
         columns = inner.to(torch.float64).unsqueeze(-1)
-        if self.cholesky.shape[-1] == 1:
-            solved = columns / self._only
+        if only is not None:
+            solved = columns / only
         elif columns.is_cuda and not (columns.ndim == 2 and is_plain(columns)):
             # For a batch on a GPU torch.cholesky_solve takes ways that cannot be captured in a graph.
             half = torch.linalg.solve_triangular(self.cholesky, columns, upper=False)

@@ -175,7 +175,7 @@ def mix(weights: Tensor, rows: Tensor) -> Tensor:
 
 def times(x: Tensor, weight: float | Tensor, dtype: torch.dtype, onto: Tensor | None = None) -> Tensor:
     """(x · weight).to(dtype), in one pass where nobody watches; written onto a tensor of that dtype if one is given."""
-    if not is_plain(x):
+    if not (is_plain(x) and (not isinstance(weight, Tensor) or is_plain(weight))):
         found = (x * weight).to(dtype)
         return found if onto is None else onto.copy_(found)
     found = torch.empty_like(x, dtype=dtype) if onto is None else onto

@@ -123,7 +123,7 @@ def _straightened(block: Tensor) -> Tensor:
     """
     if block.shape[-1] == 1:
         length: Tensor = torch.linalg.vector_norm(block, dim=-2, keepdim=True)
-        return block / length.clamp_min_(torch.finfo(block.dtype).tiny)
+        return block / length.clamp_min(torch.finfo(block.dtype).tiny ** 0.5)  # below that its square is none
     gram = block.mT @ block
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     diagonal.mul_(1.0 + 16 * block.shape[-1] * torch.finfo(block.dtype).eps).add_(torch.finfo(block.dtype).tiny)

@@ -238,7 +238,7 @@ class Captured(ABC):
         precision, squares = widened.precision, widened.squares
         assert squares is not None
         places = [*self.state[:3], self.state[3:], self.squares]
-        torch._foreach_copy_(places, [loc, precision.diag, momentum, precision.factor, squares])  # in one kernel
+        torch._foreach_copy_(places, [loc, precision.diag, momentum, precision.factor, squares])  # in few kernels
 
     def receive(self) -> None:
         """Take over rates and what a draw needs."""
@@ -367,7 +367,7 @@ class Captured(ABC):
         self._good = self._good + 1 if rounds > 1 and residual <= enough ** (rounds / (rounds - 1)) else 0
         assert step.tensors is not None
         ritz = torch.from_numpy(small.copy())
-        return Outcome(step.tensors, ritz, residual, total, -clipped, mean, self.num_rows, self)
+        return Outcome(step.tensors, ritz, residual, total, abs(clipped), mean, self.num_rows, self)
 
     def _in_halves(self, step: Launched) -> Outcome:
         """The step with the eigenproblem solved between its halves, to the tolerance whatever the start."""
