@@ -331,13 +331,28 @@ def test_what_a_run_does_not_compute_stays_in_the_tables(seed, ran, tmp_path):
     assert all(new[label] == old[label] for label in new if "map" not in label)
 
 
+def lines_of(path):
+    return path.read_text().splitlines()
+
+
+def test_a_number_that_is_missing_in_the_table_of_settings_is_told(ran, tmp_path):
+    clone = replace(cloned(ran[0], tmp_path), extend=True, splits=2, methods=("map",))
+    path = clone.out / "mnist-tuning.csv"
+    first, second, *rest = lines_of(path)
+    *kept, _, _ = second.split(",")
+    path.write_text("\n".join([first, ",".join([*kept, "", "1"]), *rest]))
+    with pytest.raises(ValueError, match=r"mnist-tuning.csv has '' for validation_nll in line 2"):
+        mnist.run(clone)
+
+
 def test_tables_are_extended_without_computing_what_they_hold(ran, tmp_path, monkeypatch):
     clone, asked = replace(cloned(ran[0], tmp_path), extend=True), []
     compute = _image_cells.compute_final
     monkeypatch.setattr(_image_cells, "compute_tuning", None)  # what was tried is read from the table
     monkeypatch.setattr(_image_cells, "compute_final", lambda cell, at: asked.append(cell.method) or compute(cell, at))
-    mnist.run(clone)
+    shown = mnist.run(clone).rows
     assert asked == []
+    assert {row.method for row in shown} == {line.partition(",")[0] for line in lines_of(clone.out / "mnist.csv")[1:]}
     mnist.run(replace(clone, splits=2, methods=("map",)))
     assert asked == ["map-seed1"]
     old, new = ((out / "mnist.csv").read_text().splitlines() for out in (ran[0].out, clone.out))

@@ -80,8 +80,7 @@ class Tuning:
         self, finals: Sequence[Cell], known: Mapping[str, Mapping[str, Any]], path: Path, folder: Path
     ) -> None:
         """Make cells of settings that were tried elsewhere: two scores of the table, which is all that is chosen by."""
-        lines = read_table(path, self.columns) if path.is_file() else []
-        scored = {self._read_back(line): [float(line[name]) for name in _MEASURED[:2]] for line in lines}
+        scored = {self._read_back(line): [float(line[name]) for name in _MEASURED[:2]] for line in self._lines(path)}
         for cell, setting in _searched(finals):
             facts, values = known.get(cell.label), scored.get(self._tried(cell, setting))
             if facts is not None and values is not None and read_cell(cell, folder) is None:
@@ -90,8 +89,19 @@ class Tuning:
 
     def _known(self, path: Path) -> dict[tuple[Any, ...], str]:
         """Which settings were chosen earlier, by whatever run; a run that takes a choice over may not know it."""
+        return {self._read_back(line): line["chosen"] for line in self._lines(path)}
+
+    def _lines(self, path: Path) -> list[dict[str, str]]:
+        """Of the table so far, all numbers of which can be read."""
         lines = read_table(path, self.columns) if path.is_file() else []
-        return {self._read_back(line): line["chosen"] for line in lines}
+        for number, line in enumerate(lines, start=2):
+            for name in (*_SETTINGS, *_MEASURED[:2]):
+                if not _is_readable(line[name]):
+                    raise ValueError(
+                        f"{path} has {line[name]!r} for {name} in line {number}, which is no number. Put it back, or "
+                        "delete the table and run without --extend."
+                    )
+        return lines
 
     def _tried(self, cell: Cell, setting: Mapping[str, float]) -> tuple[Any, ...]:
         """Whose setting, and which; not cooled unless it says so."""
@@ -115,6 +125,15 @@ def chosen(lines: Sequence[Mapping[str, str]], rate: str = "rate") -> str:
         if line["chosen"] == "1"
     ]
     return _pages.markdown(["method", "−log σ", rate, "T", "validation error, %", "validation NLL"], cells)
+
+
+def _is_readable(text: str) -> bool:
+    """As a number, NaN of runs that were lost among them."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _searched(finals: Sequence[Cell]) -> Iterator[tuple[Cell, Mapping[str, float]]]:

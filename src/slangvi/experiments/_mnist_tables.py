@@ -16,11 +16,11 @@ from slangvi.experiments._about import about_run
 from slangvi.experiments._cells import Cell
 from slangvi.experiments._earlier import Earlier
 from slangvi.experiments._image_scores import METRICS
-from slangvi.experiments._image_tables import all_finished, method_of
+from slangvi.experiments._image_tables import all_finished, means_over_seeds, method_of
 from slangvi.experiments._image_tuning import Tuning
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
 from slangvi.experiments._mnist_recipes import METHODS, NAME, OURS
-from slangvi.experiments._results import Row, aggregate, write_about, write_table
+from slangvi.experiments._results import write_about, write_table
 from slangvi.experiments._settings import Settings
 
 __all__ = ["COLUMNS", "PICTURED", "TRACE_COLUMNS", "TUNING", "TUNING_COLUMNS", "save"]
@@ -64,7 +64,7 @@ def save(
         write_table(path, columns, sorted(both, key=lambda line: _ORDER.index(line[0])))
     _write_predictions(paths[3], probs)
     write_about(paths[4], about_run(NAME, done, common, settings, start, kept=earlier.cells))
-    return Outcome(_rows(tested), paths)
+    return Outcome(means_over_seeds(paths[0], COLUMNS, lambda line: NAME), paths)
 
 
 # ---- lines ----
@@ -79,16 +79,6 @@ def _line(cell: Cell, stored: Any) -> tuple[Any, ...]:
     epochs = sum(epochs for _, epochs in cell.settings["stages"])
     values = (float(stored.arrays[name][0]) for name in METRICS)
     return (method_of(cell), *values, epochs, cell.settings["seed"])
-
-
-def _rows(tested: Sequence[Finished]) -> list[Row]:
-    """Means over seeds, for the table that is shown."""
-    methods = dict.fromkeys(method_of(cell) for cell, _ in tested)
-    return [
-        aggregate(NAME, name, method, [float(s.arrays[name][0]) for cell, s in tested if method_of(cell) == method])
-        for name in METRICS
-        for method in methods
-    ]
 
 
 def _trace_lines(cell: Cell, stored: Any) -> list[tuple[Any, ...]]:

@@ -15,10 +15,10 @@ from slangvi.experiments._earlier import Earlier, known_cells
 from slangvi.experiments._image_cells import LOADERS
 from slangvi.experiments._image_recipes import Grid, Recipe, Table
 from slangvi.experiments._image_scores import METRICS
-from slangvi.experiments._image_tables import all_finished, method_of
+from slangvi.experiments._image_tables import all_finished, means_over_seeds
 from slangvi.experiments._images_pages import COLUMNS, NAME, STRANGER_COLUMNS, TUNING, TURNED_COLUMNS
 from slangvi.experiments._logistic_tables import Finished, Outcome, finished
-from slangvi.experiments._results import aggregate, refuse_shorter, write_about, write_table
+from slangvi.experiments._results import refuse_shorter, write_about, write_table
 from slangvi.experiments._runner import Progress, run_cells
 from slangvi.experiments._settings import Settings, choose
 
@@ -172,17 +172,16 @@ def _save(every: Sequence[Cell], common: dict[str, Any], settings: Settings, sta
     ):
         write_table(path, columns, sorted([*earlier.lines(path, columns, label_of), *lines], key=_place))
     write_about(paths[4], about_run(NAME, done, common, settings, start, kept=earlier.cells))
-    rows = []
-    for metric in METRICS:
-        for dataset, method in dict.fromkeys((cell.dataset, method_of(cell)) for cell, _ in tested):
-            mine = [s for cell, s in tested if (cell.dataset, method_of(cell)) == (dataset, method)]
-            rows.append(aggregate(dataset, metric, method, [float(s.arrays[metric][0]) for s in mine]))
-    return Outcome(rows, paths)
+    return Outcome(means_over_seeds(paths[0], COLUMNS, _dataset_of), paths)
 
 
 def _label(first_seed: int, line: Mapping[str, str]) -> str:
     """The cell behind a line."""
-    return f"{line['data']}_{line['network']} {line['method']}-seed{int(line['seed']) - first_seed}"
+    return f"{_dataset_of(line)} {line['method']}-seed{int(line['seed']) - first_seed}"
+
+
+def _dataset_of(line: Mapping[str, str]) -> str:
+    return f"{line['data']}_{line['network']}"
 
 
 def _place(line: Sequence[Any]) -> tuple[int, int]:
