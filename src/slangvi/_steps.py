@@ -23,6 +23,7 @@ __all__ = [
     "Prior",
     "Rate",
     "Schedule",
+    "averaged",
     "by_equal_factors",
     "inverse_time",
     "lerp",
@@ -70,6 +71,11 @@ def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
     return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)
 
 
+def averaged(average: Tensor, total: Tensor, weight: float | Tensor, momentum: float | Tensor) -> Tensor:
+    """The likelihood gradient's running average, γm + (1−γ)(N/R)Σ_r g_r; arguments as in `mean_gradient`."""
+    return lerp(weight * total, average, momentum)
+
+
 def mean_gradient(
     loc: Tensor,
     average: Tensor,
@@ -78,7 +84,6 @@ def mean_gradient(
     prior: Prior,
     momentum: float | Tensor,
     correction: float | Tensor,
-    pull: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""The averaged likelihood gradient, and with the prior's the gradient of the mean.
 
@@ -93,11 +98,8 @@ def mean_gradient(
         prior: λ and μ₀.
         momentum: γ.
         correction: 1 − γᵗ.
-        pull: λ ∘ (μ − μ₀), where it is known.
     """
-    new = lerp(weight * total, average, momentum)
-    if pull is not None and isinstance(correction, Tensor):
-        return new, torch.addcdiv(pull, new, correction)
+    new = averaged(average, total, weight, momentum)
     return new, torch.addcmul(new / correction, prior.precision, loc - prior.mean)
 
 

@@ -44,9 +44,14 @@ class Block(ABC):
     def sum(self) -> Tensor:
         """Σ_r g_r, (p,)."""
 
+    @property
+    def delta(self) -> Tensor | None:
+        """The output's gradient δ, where it is all that `square_sum` squares of it; a weight and its bias share it."""
+        return None
+
     @abstractmethod
-    def square_sum(self) -> Tensor:
-        """Σ_r g_r ∘ g_r, (p,)."""
+    def square_sum(self, squares: Tensor | None = None) -> Tensor:
+        """Σ_r g_r ∘ g_r, (p,); the squares of `delta` can be given where they are known, in any shape."""
 
     @abstractmethod
     def gram(self) -> Tensor:
@@ -109,8 +114,13 @@ class Formed(Block):
         """(p,)."""
         return _column_sums(self.rows)
 
+    @property
+    def delta(self) -> Tensor:
+        """The rows themselves."""
+        return self.rows
+
     def square_sum(self, squares: Tensor | None = None) -> Tensor:
-        """(p,); the squares of the rows can be given where they are known, in any shape."""
+        """(p,)."""
         return _column_sums(self.rows.square() if squares is None else squares.view(self.rows.shape))
 
     def gram(self) -> Tensor:

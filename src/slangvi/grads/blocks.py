@@ -55,8 +55,8 @@ class Rows(Block):
         table = self.values.new_zeros(self.table_rows, self.values.shape[-1])
         return table.index_add_(0, self.index.flatten(), self.values.flatten(0, 1)).flatten()
 
-    def square_sum(self) -> Tensor:
-        """(p,)."""
+    def square_sum(self, squares: Tensor | None = None) -> Tensor:
+        """(p,); there is no δ whose squares could be given."""
         _, word, values = self._coalesced()
         table = self.values.new_zeros(self.table_rows, self.values.shape[-1])
         return table.index_add_(0, word, values.square()).flatten()

@@ -109,14 +109,10 @@ class FactoredGradients:
         parts: dict[str, Tensor] = {}
         latest: tuple[tuple[int, ...], Tensor] | None = None
         for name, block in self.blocks.items():
-            rows = _outputs_of(block)
-            if isinstance(block, Outer | Formed) and rows is not None:
-                # A bias follows the weight with the same δ, whose squares are there.
-                here = place(rows)
-                latest = latest if latest is not None and latest[0] == here else (here, rows.square())
-                parts[name] = block.square_sum(latest[1])
-            else:
-                parts[name] = block.square_sum()
+            # A bias follows the weight with the same δ, whose squares are there.
+            if block.delta is not None and (latest is None or latest[0] != place(block.delta)):
+                latest = place(block.delta), block.delta.square()
+            parts[name] = block.square_sum(None if block.delta is None or latest is None else latest[1])
         return self._joined(parts, self._scale**2)
 
     def gram(self, weights: Tensor | None = None) -> Tensor:
@@ -174,13 +170,6 @@ class FactoredGradients:
         for name, block in self.blocks.items():
             rows[:, self.spec.slices[name]] = block.form()
         return rows.mul_(self._scale)
-
-
-def _outputs_of(block: Block) -> Tensor | None:
-    """δ of a block that has one position, or of a bias."""
-    if isinstance(block, Outer):
-        return block.left if block.simple else None
-    return block.rows if isinstance(block, Formed) else None
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:

@@ -72,11 +72,7 @@ class Outer(Block):
         return (_by_group(left).mT @ _by_group(self.right)).flatten()
 
     def square_sum(self, squares: Tensor | None = None) -> Tensor:
-        """With one position (δ²)ᵀ(a²); otherwise gradients are formed a few rows at a time, (p,).
-
-        Args:
-            squares: δ², where it is known, in any shape.
-        """
+        """With one position (δ²)ᵀ(a²); otherwise gradients are formed a few rows at a time, (p,)."""
         _, G, T, O, I = self.sizes  # noqa: E741
         if T == 1:
             left = self.left.square() if squares is None else squares.view(self.left.shape)
@@ -105,6 +101,11 @@ class Outer(Block):
     def simple(self) -> bool:
         """One group and one position: the Gram is δδᵀ ∘ aaᵀ."""
         return self.left.shape[1] == self.left.shape[2] == 1
+
+    @property
+    def delta(self) -> Tensor | None:
+        """With one group and one position."""
+        return self.left if self.simple else None
 
     def inputs_gram(self) -> Tensor:
         """With one position: aaᵀ in each group, (G, R/S, R/S)."""

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slangvi._steps import mean_gradient
+from slangvi._steps import averaged
 from slangvi.linalg import LowRankPrecision, Problem, choose_route, krylov
 from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.products import column_squares
@@ -31,7 +31,7 @@ from slangvi.linalg.topk import TOLERANCE, relative_residual
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
 from slangvi.methods._graph_host import Received, Sent, flaws, pinned, reach, root_of
 from slangvi.methods._launched import Launched, Numbers, Outcome, Setup
-from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, shift, widen
+from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, moved, shift, widen
 from slangvi.types import GradientOperator
 
 __all__ = ["Captured"]
@@ -125,8 +125,7 @@ class Captured(ABC):
         self.receive()
         sent = self.here
         plain = sent.numbers.to(self.state.dtype)
-        self.lr = plain[0]
-        self.rates = Rates(self.lr, plain[1], None, self.momentum, plain[2])
+        self.rates = Rates(plain[0], plain[1], None, self.momentum, plain[2])
         self.seen, mean = self.gradients()
         self.num_rows = self.seen.num_rows
         self.weight = self.num_data / self.num_rows
@@ -177,12 +176,10 @@ class Captured(ABC):
         self.early = self._returned("early", torch.cat([told, diagonal, found.left, *matrices]))
         self.gram_is_there.record()  # the CPU works on it while the rest runs
         self.add_up()
-        rates, total = self.rates, self.observed.total
-        average, gradient = mean_gradient(
-            loc, momentum, total, self.weight, self.prior, rates.momentum, rates.correction, pull
-        )
-        new_loc = torch.addcmul(loc, self.lr, precision.solve(gradient), value=-1)
-        self._keep(new_loc, average, widened)
+        average = averaged(momentum, self.observed.total, self.weight, self.momentum)
+        assert isinstance(self.rates.correction, Tensor)
+        gradient = torch.addcdiv(pull, average, self.rates.correction)
+        self._keep(moved(loc, self.rates.lr, precision.solve(gradient)), average, widened)
 
     def watch(self) -> None:
         """The first half: up to what the CPU needs to solve the eigenproblem."""

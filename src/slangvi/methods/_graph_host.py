@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from slangvi.methods._launched import Numbers
+from slangvi.methods._lowrank_step import shares
 
-__all__ = ["Array", "Received", "Sent", "flaws", "pinned", "reach", "root_of"]
+__all__ = ["Received", "Sent", "flaws", "pinned", "reach", "root_of"]
 
 Array = npt.NDArray[np.float64]
 
@@ -62,7 +63,7 @@ class Sent:
 
     def rates(self, numbers: Numbers, weight: float) -> None:
         """Of the next step; `weight` is N/R."""
-        keep, gain = 1.0 - numbers.precision_lr, numbers.precision_lr * weight
+        keep, gain = shares(numbers.precision_lr, weight)
         roots = math.sqrt(keep), math.sqrt(gain)
         self._values[: self._COUNT] = (*numbers, keep, gain, *roots, roots[0] * roots[1])
 

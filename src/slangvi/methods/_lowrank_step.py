@@ -25,8 +25,10 @@ __all__ = [
     "Rates",
     "Widened",
     "eigenproblem",
+    "moved",
     "observe",
     "propose",
+    "shares",
     "shift",
     "shift_by",
     "widen",
@@ -106,9 +108,15 @@ def eigenproblem(
     factor: Tensor, gradients: GradientOperator, weight: float | Tensor, rates: Rates, route: Route | None = None
 ) -> Problem:
     """That of (1−β)UUᵀ + β·weight·GᵀG; nothing is computed yet."""
-    beta, per_tensor = rates.precision_lr, rates.precision_lr_per_tensor
+    keep, gain = shares(rates.precision_lr, weight)
+    per_tensor = rates.precision_lr_per_tensor
     gains = None if per_tensor is None else per_tensor * weight
-    return Problem(factor, gradients, 1 - beta, beta * weight, gains, route or choose_route(factor, gradients))
+    return Problem(factor, gradients, keep, gain, gains, route or choose_route(factor, gradients))
+
+
+def shares(precision_lr: Any, weight: Any) -> tuple[Any, Any]:
+    """What UUᵀ and GᵀG count for: 1 − β and β·weight."""
+    return 1 - precision_lr, precision_lr * weight
 
 
 def propose(
@@ -191,6 +199,13 @@ def _larger(whole: Tensor, bound: Tensor) -> Tensor:
     return torch.maximum(whole, bound).to(bound.dtype)
 
 
+def moved(loc: Tensor, lr: float | Tensor, direction: Tensor) -> Tensor:
+    """μ − α·direction, in one pass."""
+    if isinstance(lr, Tensor):
+        return torch.addcmul(loc, lr.to(loc.dtype), direction, value=-1)  # vmap would promote the result
+    return torch.sub(loc, direction, alpha=lr)
+
+
 def shift(
     loc: Tensor,
     momentum: Tensor,
@@ -216,7 +231,6 @@ def shift_by(
     """The same from Σ_r g_r, (..., P)."""
     precision = widened.precision
     average, gradient = mean_gradient(loc, momentum, total, weight, prior, rates.momentum, rates.correction)
-    moved = precision.solve(gradient)
-    new_loc = loc - rates.lr * moved if isinstance(rates.lr, Tensor) else torch.sub(loc, moved, alpha=rates.lr)
+    new_loc = moved(loc, rates.lr, precision.solve(gradient))
     told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), new_loc, precision.diag)
     return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)
