@@ -290,3 +290,15 @@ def test_a_batch_may_be_overwritten_between_forward_and_backward(replays):
         found.append(rows_of(opt))
     assert_same(*found, 0.0)
     assert replays() == 10 - 4
+
+
+def test_backward_stays_in_its_thread_once_a_pass_is_captured(replays):
+    opt, (x, y) = replaying_on(problem)
+    modes = []
+    for _ in range(6):
+        with opt.sampled_params(train=True):
+            modes.append(torch._C._is_multithreading_enabled())
+            F.cross_entropy(opt.model(x), y).backward()
+        opt.discard_gradients()
+    assert modes == [True, True, True, False, False, False]
+    assert torch._C._is_multithreading_enabled()

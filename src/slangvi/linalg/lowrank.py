@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slangvi.linalg.cholesky import lower_factor
 from slangvi.linalg.inverse_root import InverseRoot, damping, turn
 from slangvi.linalg.kept import kept
 from slangvi.linalg.noise import standard_normal
@@ -264,8 +265,7 @@ def _cholesky(matrix: Tensor) -> Tensor:
     """
     if matrix.shape[-1] == 1:
         return matrix.sqrt()
-    factor: Tensor
-    factor, failed = torch.linalg.cholesky_ex(matrix)
+    factor, failed = lower_factor(matrix)
     if matrix.device.type == "cpu" and is_plain(matrix) and not bool(failed.any()):
         return factor
     spoilt: Tensor = factor.where((failed == 0)[..., None, None], torch.nan)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slangvi.linalg.cholesky import lower_factor
+
 __all__ = [
     "OVERSAMPLING",
     "Pursued",
@@ -127,7 +129,7 @@ def _straightened(block: Tensor) -> Tensor:
     gram = block.mT @ block
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     diagonal.mul_(1.0 + 16 * block.shape[-1] * torch.finfo(block.dtype).eps).add_(torch.finfo(block.dtype).tiny)
-    factor = torch.linalg.cholesky_ex(gram).L
+    factor, _ = lower_factor(gram)
     straight: Tensor = torch.linalg.solve_triangular(factor.mT, block, upper=True, left=False)
     return straight
 

@@ -28,7 +28,7 @@ from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.products import column_squares
 from slangvi.linalg.subspace import filtered, projected, pursued, ritz, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE, relative_residual
-from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
+from slangvi.methods._graph_capture import aside, beside, capture_graph, joined, randomness_kept
 from slangvi.methods._graph_host import Received, Sent, flaws, pinned, reach, root_of
 from slangvi.methods._launched import Launched, Numbers, Outcome, Setup
 from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, moved, shift, widen
@@ -47,7 +47,7 @@ _MARGIN = 0.5
 _MOST_DOUBTS = 4
 # Share of the largest number within which the mean is known to stay finite, whatever is rounded on the way.
 _FAR = 1e-3
-# What comes back of a step in one go before its small matrices.
+# What comes back of a step in one go beside its small matrices.
 _TOLD = 8
 
 
@@ -63,6 +63,7 @@ class Captured(ABC):
         self._rounds, self._good, self._patience, self._lowered = 2, 0, 1, False
         self.default = torch.cuda.default_generators[state.device.index or 0]
         self.gram_is_there = torch.cuda.Event(external=True)
+        self.told_is_there = torch.cuda.Event(external=True)
         self.running: Launched | None = None  # the latest step, as long as nobody knows how it went
         # Captured in place of the caller's, whose state is handed over and back: a capture that fails would leave it
         # unusable, and another one can be passed at the next step.
@@ -121,7 +122,7 @@ class Captured(ABC):
                 piece()
 
     def observe(self) -> list[Tensor]:
-        """Gradients and the eigenproblem; returns numbers that show whether all is finite. `add_up` is to follow."""
+        """Gradients and the eigenproblem; returns numbers that show whether all is finite, once they are `joined`."""
         self.receive()
         sent = self.here
         plain = sent.numbers.to(self.state.dtype)
@@ -129,17 +130,15 @@ class Captured(ABC):
         self.seen, mean = self.gradients()
         self.num_rows = self.seen.num_rows
         self.weight = self.num_data / self.num_rows
-        factor, seen = self.state[3:], self.seen
+        factor, seen, dtype = self.state[3:], self.seen, self.state.dtype
+        with beside(self.state.device):
+            # What is not finite in the gradients is not finite in their squares.
+            squares, total = seen.square_sum(), seen.sum()
+            checks = [squares.sum(), mean.to(dtype)]
         problem = Problem(factor, seen, sent.keep, sent.gain, None, choose_route(factor, seen), sent.roots)
-        self.observed = Observed(self.state[2], self.seen.square_sum(), problem)
-        problem, rank = self.observed.problem, self.rank
-        self.iterates = problem.route == "gram" and self.state.dtype in TOLERANCE and iteration_pays(problem.size, rank)
-        # What is not finite in the gradients is not finite in their squares.
-        return [self.observed.squares.sum(), mean.to(self.state.dtype)]
-
-    def add_up(self) -> None:
-        """The sum of the gradients, which only the mean needs."""
-        self.observed = self.observed._replace(total=self.seen.sum())
+        self.observed = Observed(total, squares, problem)
+        self.iterates = problem.route == "gram" and dtype in TOLERANCE and iteration_pays(problem.size, self.rank)
+        return checks
 
     def draw(self, count: tuple[int, ...]) -> Tensor:
         """Draws of the weights from the current state by what was received, (*count, P)."""
@@ -165,28 +164,33 @@ class Captured(ABC):
         problem, rank = self.observed.problem, self.rank
         start = starting_block(problem.size, rank, rank, torch.float64, self.state.device, 0)
         found = pursued(problem.apply, start, rounds)
+        joined(self.state.device)
         widened = self.widen(found.small.diagonal(), found.vectors)
         precision = widened.precision
         loc, _, momentum = self.state[:3]
         pull = self.prior.precision * (loc - self.prior.mean)
-        lengths = [torch.linalg.vector_norm(vector) for vector in (pull, momentum)]
-        told = torch.stack([*checks, *lengths, *precision.diag.aminmax()]).to(torch.float64)
-        diagonal = torch.stack([widened.whole_diag.sum(), widened.correction.clamp_max(0).sum()])
-        matrices = (found.small.flatten(), found.gram.flatten(), precision.gram.flatten())
-        self.early = self._returned("early", torch.cat([told, diagonal, found.left, *matrices]))
-        self.gram_is_there.record()  # the CPU works on it while the rest runs
-        self.add_up()
+        with beside(self.state.device):
+            matrices = (found.small.flatten(), found.gram.flatten(), precision.gram.flatten())
+            self.matrices = self._returned("matrices", torch.cat([found.left, *matrices]))
+            self.gram_is_there.record()  # the CPU works on it while the rest runs
+            lengths = [torch.linalg.vector_norm(vector) for vector in (pull, momentum)]
+            told = torch.stack([*checks, *lengths, *precision.diag.aminmax()]).to(torch.float64)
+            diagonal = torch.stack([widened.whole_diag.sum(), widened.correction.clamp_max_(0).sum()])
+            self.told = self._returned("told", torch.cat([told, diagonal]))
+            self.told_is_there.record()
         average = averaged(momentum, self.observed.total, self.weight, self.momentum)
         assert isinstance(self.rates.correction, Tensor)
         gradient = torch.addcdiv(pull, average, self.rates.correction)
-        self._keep(moved(loc, self.rates.lr, precision.solve(gradient)), average, widened)
+        new_loc = moved(loc, self.rates.lr, precision.solve(gradient))
+        joined(self.state.device)  # before anything that is read there is written
+        self._keep(new_loc, average, widened)
 
     def watch(self) -> None:
         """The first half: up to what the CPU needs to solve the eigenproblem."""
         checks = self.observe()
-        self.add_up()
         problem, rank = self.observed.problem, self.rank
         problem.prepare()
+        joined(self.state.device)
         head = torch.stack(checks).to(torch.float64)
         if self.iterates:
             start = starting_block(problem.size, rank, problem.known, torch.float64, self.state.device)
@@ -346,19 +350,20 @@ class Captured(ABC):
     def _at_once(self, step: Launched) -> Outcome | None:
         """None when the previous factor was no good start, or something is not finite."""
         self.gram_is_there.synchronize()
-        rank, known = self.rank, self.early[:_TOLD].tolist()
+        rank, given = self.rank, self.matrices.numpy()
+        left, (small, overlap, gram) = given[:rank], given[rank : rank + 3 * rank**2].reshape(3, rank, rank)
+        (residual, tilt), root = flaws(small, left, overlap), root_of(gram)
+        self.told_is_there.synchronize()
+        known = self.told[:_TOLD].tolist()
         squares, mean, pull, pushed, least, _, total, clipped = known
         if not (all(map(math.isfinite, known)) and least > 0):
             return None
-        rest = self.early.numpy()[_TOLD:]
-        left, (small, overlap, gram) = rest[:rank], rest[rank : rank + 3 * rank**2].reshape(3, rank, rank)
-        residual, tilt = flaws(small, left, overlap)
         push = self.weight * math.sqrt(self.num_rows * squares)  # ‖Σ_r g_r‖² ≤ R Σ_r ‖g_r‖²
         far = reach(self.sent.numbers, push, total, pull, pushed, least)
         near = far <= _FAR * torch.finfo(self.state.dtype).max
         if not (near and residual <= TOLERANCE[self.state.dtype] and tilt <= _TILT):
             return None
-        self.sent.root(*root_of(gram))
+        self.sent.root(*root)
         # Every round takes the residual down by about the same factor.
         rounds, enough = self._rounds, TOLERANCE[self.state.dtype] * _MARGIN
         self._good = self._good + 1 if rounds > 1 and residual <= enough ** (rounds / (rounds - 1)) else 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["aside", "capture_graph", "randomness_kept"]
+__all__ = ["aside", "beside", "capture_graph", "joined", "randomness_kept"]
 
 
 @contextmanager
@@ -41,6 +41,29 @@ def aside(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(side):
         yield
     here.wait_stream(side)
+
+
+@lru_cache(maxsize=8)
+def _branch(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """What is in the block runs beside what follows it, until that is `joined`.
+
+    For work that leaves most of a GPU idle and is not needed at once. Everything it reads must be held on to until it
+    has been joined: memory that is given up before may be written by what runs beside it.
+    """
+    branch = _branch(device)
+    branch.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(branch):
+        yield
+
+
+def joined(device: torch.device) -> None:
+    """Go on when what runs `beside` is done."""
+    torch.cuda.current_stream(device).wait_stream(_branch(device))
 
 
 def capture_graph(

@@ -197,7 +197,9 @@ class PassRunner:
         patch = self.model.__dict__["forward"] = _Forward(self)
         self.main.announcer = patch
         try:
-            yield
+            # One node needs no thread of its own for its device, and handing it over takes as long as launching it.
+            with torch.autograd.set_multithreading_enabled(not self.passes):
+                yield
         finally:
             if self.model.__dict__.get("forward") is patch:
                 del self.model.__dict__["forward"]

@@ -113,7 +113,12 @@ class Drawing(Inferred[StateT]):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients collected for the next step stay, see `discard_gradients`."""
         self._own()._capture.unheard.clear()
-        super().zero_grad(set_to_none)
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:  # torch's own does no more, and takes as long as a backward of a small layer
+            for param in group["params"]:
+                param.grad = None
 
     # ---- inside
 
