@@ -12,6 +12,7 @@ import slangvi
 from cases import CASES, build
 from slangvi.grads import FactoredGradients, GradientCapture
 from slangvi.grads.batched import BatchedPass
+from slangvi.likelihoods import Categorical
 from slangvi.methods import _gather
 from slangvi.types import ParamSpec
 
@@ -341,3 +342,19 @@ def test_a_model_that_has_agreed_before_is_asked_again_at_once(monkeypatch):
 def test_a_model_that_no_longer_agrees_is_left_alone_after_a_few_tries(monkeypatch):
     asked, _, _ = agreement(monkeypatch, dict.fromkeys(range(4, 13), False))
     assert asked == [1, 2, 4, 5, 6, 7, 8]
+
+
+def test_inputs_and_output_gradients_are_used_up():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    spec = ParamSpec.of_module(model)
+    run = BatchedPass(model, spec, Categorical().of(model))
+    batch, thetas = (torch.randn(5, 3), torch.randint(2, (5,))), torch.randn(2, spec.num_params)
+    run.gather(thetas, batch)
+    inputs = [torch.randn(2, 5, 3), torch.randn(2, 5, 4)]
+    deltas = [torch.randn(2, 5, 4), torch.randn(2, 5, 2)]
+    expected = [(delta.flatten(0, 1).mT @ x.flatten(0, 1)).flatten() for x, delta in zip(inputs, deltas, strict=True)]
+    group = run.rows(inputs, deltas)
+    assert not inputs
+    assert not deltas
+    for name, total in zip(("0.weight", "2.weight"), expected, strict=True):
+        torch.testing.assert_close(group.blocks[name].sum(), total)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from allocating import allocated
 from cases import Case, squares
 from reference import loop_gradients
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads import FactoredGradients, Formed, GradientCapture, register_rule
 from slangvi.grads.rules import find_rule, registry
+from slangvi.grads.rules.conv import patches
 from slangvi.types import ParamSpec, Routes
 
 M = 3
@@ -185,3 +188,12 @@ def test_rules_are_for_classes_of_modules():
         register_rule(nn.Bilinear, shares_inputs=1)
     with pytest.raises(TypeError, match=r"a rule must be a function .* got 'rule'"):
         register_rule(nn.Bilinear)("rule")
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"stride": 2, "padding": 1}], ids=str)
+def test_patches_are_copied_once(options):
+    layer, x = nn.Conv2d(4, 4, 3, **options), torch.randn(3, 4, 12, 11)
+    size = patches(layer, x).nbytes
+    padded = F.pad(x, layer._reversed_padding_repeated_twice).nbytes
+    assert size > 4 * padded / layer.stride[0] ** 2
+    assert allocated(lambda: patches(layer, x)) <= size + padded + 1024

@@ -19,7 +19,7 @@ from replaying import N, Net, assert_agree, draw_and_step, optimizer, pair, prob
 from slangvi._steps import Prior
 from slangvi.grads import RowGroup
 from slangvi.grads.blocks import Formed, Outer, Rows
-from slangvi.methods import _graph_loop
+from slangvi.methods import _graph_loop, _row_leaves
 from slangvi.methods._graph_loop import LoopStep
 from slangvi.methods._graph_runner import MOST_GRAPHS
 from slangvi.methods._row_leaves import leaves_of, rebuilt
@@ -347,3 +347,17 @@ def test_priors_are_told_apart_while_their_graph_lives(cuda):
                 draw_and_step(opt, batch, draws=1)
     assert_agree(eager, replayed)
     assert all(isinstance(graph.prior, Prior) for graph in replayed._graphs.graphs.values())
+
+
+def test_rows_that_are_too_large_to_be_copied_are_left_where_they_are(cuda, monkeypatch):
+    monkeypatch.setattr(_row_leaves, "MOST_BYTES", 100)
+    eager, replayed, batch = pair()
+    draw_and_step(replayed, batch)
+    with pytest.warns(UserWarning, match="compile=True has no effect: the gradients of a step take") as caught:
+        draw_and_step(replayed, batch)
+    assert len(caught) == 1
+    for opt, steps in ((replayed, 4), (eager, 6)):
+        for _ in range(steps):
+            draw_and_step(opt, batch)
+    assert_agree(eager, replayed)
+    assert not cuda.captured

@@ -24,7 +24,7 @@ _PAPER = {"lr": 0.1, "precision_lr": 0.1, "precision_warmup": False, "init_preci
 # half a cosine. The posterior may be cooled: the noise of half a million weights, most of which the data say little
 # about, can cost more than it gives.
 _SLOW = {"precision_lr": "slow", "precision_warmup": False, "init_precision": 1e4, "bias_precision": 1.0}
-_SLOW_GRID = {"lr": (0.03, 0.1), "temperature": (0.3, 0.1, 0.03)}
+_SLOW_GRID = {"lr": (0.03, 0.1), "temperature": (0.3, 0.2, 0.1, 0.03)}
 _SLOW_SIGMAS = (1.0,)
 _TUNED_SLOW = 8
 _ADAM = {"adam_init_precision": 2500.0, "bias_precision": 1.0}

@@ -70,8 +70,9 @@ class BatchedPass:
         with torch.enable_grad():
             run = torch.func.vmap(lambda theta, *eps: self._one(theta, eps, batch), randomness="different")
             values, inputs = run(thetas.detach(), *zeros)
-            deltas = torch.autograd.grad(values, zeros, values.new_full((), -1.0).expand_as(values))
-        return self.rows([x.detach() for x in inputs], deltas), values.detach()
+            deltas = list(torch.autograd.grad(values, zeros, values.new_full((), -1.0).expand_as(values)))
+        inputs = [x.detach() for x in inputs]
+        return self.rows(inputs, deltas), values.detach()
 
     def gather_replicas(self, thetas: Tensor, batch: Any, weights: Tensor | None) -> tuple[list[Tensor], Tensor]:
         """The same for K problems at once, as tensors.
@@ -98,14 +99,20 @@ class BatchedPass:
             deltas = torch.autograd.grad(values, zeros, slopes.expand_as(values))
         return [*(x.detach() for x in inputs), *deltas], values.detach()
 
-    def rows(self, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> RowGroup:
-        """Rows from the inputs and output gradients of the layers in the order of their calls, (S, M, ...) each."""
+    def rows(self, inputs: list[Tensor], deltas: list[Tensor]) -> RowGroup:
+        """Rows from the inputs and output gradients of the layers in the order of their calls, (S, M, ...) each.
+
+        Both lists are used up: what one layer leaves makes room for the gradients of the next.
+        """
         assert self.calls is not None
         parts: dict[str, list[Block]] = {}
-        for (name, _), x, delta in zip(self.calls, inputs, deltas, strict=True):
-            for full, block in self._blocks(name, x, delta).items():
+        count = deltas[0].shape[:2].numel()
+        inputs.reverse()
+        deltas.reverse()
+        for name, _ in self.calls:
+            for full, block in self._blocks(name, inputs.pop(), deltas.pop()).items():
                 parts.setdefault(full, []).append(block)
-        return RowGroup(deltas[0].shape[:2].numel(), {name: add(uses) for name, uses in parts.items()}, {})
+        return RowGroup(count, {name: add(uses) for name, uses in parts.items()}, {})
 
     def _one(self, theta: Tensor, epsilons: Sequence[Tensor], batch: Any) -> tuple[Tensor, list[Tensor]]:
         """Log-likelihoods at one draw, and the inputs of the layers."""

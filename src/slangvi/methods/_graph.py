@@ -18,6 +18,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -53,6 +54,9 @@ _TOLD = 8
 
 class Captured(ABC):
     """The graphs of one step for one layout: everything but where the gradients come from."""
+
+    # Whether sums over the gradients run beside the eigenproblem, in memory that nothing else can use.
+    hurries = True
 
     def __init__(self, setup: Setup) -> None:
         state, self.prior, self.num_data, self.momentum, generator, pool = setup
@@ -98,7 +102,13 @@ class Captured(ABC):
             iterated = [self.once, self.twice, self.thrice, self.watch, self.again, self.sift, self.move_along]
             pieces = iterated if self.iterates else [self.watch]
             for piece in (*pieces, self.move_to_given, *self.extra_pieces()):
+                if piece in iterated[: len(_WAYS)] or piece == self.watch:
+                    self._let_go()
                 self.graphs[piece.__name__] = capture_graph(piece, self._pool, self.state.device, self.generator)
+
+    def _let_go(self) -> None:
+        """Of what the piece before has left: the next one may have its memory from its first operation on."""
+        del self.observed, self.seen, self.here, self.rates
 
     def _rehearse(self) -> None:
         """All pieces beside the graphs: libraries set themselves up on first use."""
@@ -131,7 +141,7 @@ class Captured(ABC):
         self.num_rows = self.seen.num_rows
         self.weight = self.num_data / self.num_rows
         factor, seen, dtype = self.state[3:], self.seen, self.state.dtype
-        with beside(self.state.device):
+        with beside(self.state.device) if self.hurries else nullcontext():
             # What is not finite in the gradients is not finite in their squares.
             squares, total = seen.square_sum(), seen.sum()
             checks = [squares.sum(), mean.to(dtype)]

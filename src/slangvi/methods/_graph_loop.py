@@ -14,12 +14,13 @@ from torch import Tensor
 
 from slangvi._steps import Prior
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
+from slangvi.methods import _row_leaves
 from slangvi.methods._gaussian import GaussianOptimizer
 from slangvi.methods._graph import Captured
 from slangvi.methods._graph_pass import PassRunner
 from slangvi.methods._graph_runner import Runner, has_graphs, packed
 from slangvi.methods._launched import Launched, Numbers, Setup
-from slangvi.methods._row_leaves import ReplayedBlocks, Signature, leaves_of, rebuilt
+from slangvi.methods._row_leaves import ReplayedBlocks, Signature, bytes_of, leaves_of, rebuilt
 from slangvi.optimizer import InfoT, StateT
 from slangvi.types import GradientOperator, ParamSpec, Routes
 
@@ -41,6 +42,8 @@ class LoopStep(Captured):
         params: the model's parameters, which draws and the mean are written to.
         setup: see `Setup`.
     """
+
+    hurries = False  # a loop does not wait for the end of a step
 
     def __init__(
         self,
@@ -176,6 +179,9 @@ class LoopRunner(Runner[LoopStep]):
             self._seen.clear()
         self._seen[key] += 1
         if key not in self.graphs and self._seen[key] < 2:  # a last batch that is smaller need not be captured
+            return None
+        if key not in self.graphs and (size := bytes_of(rows)) > _row_leaves.MOST_BYTES:
+            self._give_up(f"the gradients of a step take {size / 1e9:.1f} GB, and graphs would hold copies of them")
             return None
 
         def capture() -> LoopStep:

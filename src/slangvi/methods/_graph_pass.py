@@ -23,10 +23,11 @@ from slangvi.grads import GradientCapture, RowGroup
 from slangvi.grads.assemble import Uses
 from slangvi.grads.blocks import Block
 from slangvi.grads.rules.registry import is_patched
+from slangvi.methods import _row_leaves
 from slangvi.methods._appearance import appearance
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
 from slangvi.methods._graph_runner import MOST_GRAPHS, why_not_captured
-from slangvi.methods._row_leaves import Key, ReplayedBlocks, key_of, leaves_of, rebuilt
+from slangvi.methods._row_leaves import Key, ReplayedBlocks, bytes_of, key_of, leaves_of, rebuilt
 
 __all__ = ["CapturedPass", "PassRunner"]
 
@@ -217,6 +218,7 @@ class PassRunner:
             self._patterns.clear()
             self._latest = None
         elif asked and len(asked) == len(groups) == len(assembler.recent):  # else some were replayed
+            self._given_up |= bytes_of(groups) > _row_leaves.MOST_BYTES  # the step says so
             self._learn(asked, assembler.recent)
 
     def _learn(self, kinds: list[Kind], recent: list[Uses]) -> None:

@@ -12,10 +12,12 @@ from torch import Tensor
 from slangvi.grads import RowGroup
 from slangvi.grads.blocks import Block, Formed, Outer, Rows
 
-__all__ = ["Key", "Make", "ReplayedBlocks", "Signature", "key_of", "leaves_of", "rebuilt"]
+__all__ = ["MOST_BYTES", "Key", "Make", "ReplayedBlocks", "Signature", "bytes_of", "key_of", "leaves_of", "rebuilt"]
 
 Signature = tuple[object, ...]
 Key = tuple[object, ...]
+# Rows that take more than this are not copied into graphs: their kernels take far longer than launching them.
+MOST_BYTES = 1 << 30
 # The tensors of each kind of block.
 _FIELDS: dict[type[Block], tuple[str, ...]] = {Formed: ("rows",), Outer: ("left", "right"), Rows: ("index", "values")}
 
@@ -92,6 +94,11 @@ def leaves_of(rows: Sequence[RowGroup]) -> tuple[Signature, dict[Key, Tensor]]:
     # Layouts and dtypes are part of the keys; addresses are not to be.
     signature.extend(key[1:] for key in found)
     return tuple(signature), found
+
+
+def bytes_of(rows: Sequence[RowGroup]) -> int:
+    """Memory that rows take."""
+    return sum(leaf.nbytes for leaf in leaves_of(rows)[1].values())
 
 
 def rebuilt(group: RowGroup, copies: Mapping[Key, Tensor]) -> RowGroup:

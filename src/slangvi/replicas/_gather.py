@@ -145,7 +145,9 @@ class LockstepGatherer:
         tensors, values = run.gather_replicas(thetas, (data.batch, data.constants), data.weights)
         count = len(tensors) // 2
         one_per_example(values[0, 0], data.num_examples)
-        return Gathered(tensors, values, lambda parts: run.rows(parts[:count], parts[count:]), spec, self.rank)
+        return Gathered(
+            tensors, values, lambda parts: run.rows(list(parts[:count]), list(parts[count:])), spec, self.rank
+        )
 
     def _pass(self, kind: Kind, model: nn.Module) -> BatchedPass:
         if kind not in self._passes:

@@ -28,6 +28,8 @@ def patches(module: Conv, x: Tensor) -> Tensor:
         zip(module.kernel_size, module.stride, module.dilation, strict=True), start=2
     ):
         x = x.unfold(axis, (size - 1) * gap + 1, step)[..., ::gap]
-    spatial = len(module.kernel_size)
-    x = x.flatten(2, 1 + spatial).unflatten(1, (module.groups, -1))
-    return x.transpose(2, 3).flatten(3)
+    x = x.unflatten(1, (module.groups, -1))
+    positions = range(3, 3 + len(module.kernel_size))
+    # One copy, which the last line makes: patches are as many times larger than x as a kernel has entries.
+    ordered = x.permute(0, 1, *positions, 2, *(axis + len(positions) for axis in positions))
+    return ordered.flatten(2 + len(positions)).flatten(2, -2)
