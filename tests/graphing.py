@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ class FakeCuda:
         owner = graph.piece.__self__
         changed = [owner.state, owner.squares, *getattr(owner, "params", [])] if hasattr(owner, "state") else []
         kept, random = [x.clone() for x in changed], torch.get_rng_state()
-        with self.working():
+        with self.working(), FakeStream.capturing(stream):
             yield
             for x, before in zip(changed, kept, strict=True):
                 x.copy_(before)
@@ -80,11 +81,11 @@ class TapedGraph:
 
 class TapedCuda(FakeCuda):
     @contextmanager
-    def graph(self, graph: TapedGraph, pool: list[Tape], **options: object) -> Iterator[None]:
+    def graph(self, graph: TapedGraph, pool: list[Tape], stream: FakeStream) -> Iterator[None]:
         graph.name, graph.cuda = sys._getframe(2).f_locals["piece"].__name__, self
         graph.tape, self.busy = Tape(graph.generators, pool), True
         try:
-            with graph.tape:
+            with graph.tape, FakeStream.capturing(stream):
                 yield
         finally:
             self.busy = False
@@ -97,15 +98,52 @@ def one_hot(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class FakeStream:
-    """Streams and events: all work is done when it is asked for."""
+    """Streams and events: all work is done when it is asked for. What may wait for what in a capture is watched."""
+
+    now: ClassVar[list[FakeStream]] = []  # the current one is the last
+    captured: ClassVar[set[FakeStream] | None] = None  # those that take part in the capture that goes on
+    alone: ClassVar[set[FakeStream]] = set()  # those of them that nobody has waited for since
 
     def __init__(self, *args: object, **options: object) -> None:
-        self.record = self.synchronize = self.wait_stream = lambda *others: None
+        self.record = self.synchronize = lambda *others: None
+
+    def wait_stream(self, other: FakeStream) -> None:
+        if FakeStream.captured is None:
+            return
+        if other not in FakeStream.captured:
+            raise RuntimeError("dependency created on uncaptured work in another stream")
+        FakeStream.captured.add(self)
+        FakeStream.alone.add(self)
+        FakeStream.alone.discard(other)
+
+    @staticmethod
+    @contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        FakeStream.now.append(stream)
+        try:
+            yield
+        finally:
+            FakeStream.now.pop()
+
+    @staticmethod
+    @contextmanager
+    def capturing(stream: FakeStream) -> Iterator[None]:
+        FakeStream.captured, FakeStream.alone = {stream}, set()
+        try:
+            with FakeStream.on(stream):
+                yield
+            if FakeStream.alone - {stream}:
+                raise RuntimeError("capture was not joined to the original stream")
+        finally:
+            FakeStream.captured = None
 
 
 def pretend(fake: FakeCuda, graph: type, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     replacements = {"CUDAGraph": graph, "graph": fake.graph, "Event": FakeStream, "Stream": FakeStream}
-    replacements |= {"stream": nullcontext, "current_stream": FakeStream, "synchronize": lambda: None}
+    first = FakeStream()
+    monkeypatch.setattr(FakeStream, "now", [first])
+    replacements |= {"stream": FakeStream.on, "current_stream": lambda device=None: FakeStream.now[-1]}
+    replacements["synchronize"] = lambda: None
     replacements["graph_pool_handle"] = lambda: None
     # The device's own source is torch's global one here.
     own = SimpleNamespace(get_state=torch.get_rng_state, set_state=torch.set_rng_state)

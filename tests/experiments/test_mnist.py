@@ -219,6 +219,9 @@ def test_the_final_run_takes_the_setting_that_was_best(by, errors, likelihoods, 
     expected = compute_final(same, attempt_at(tmp_path / "other", same))
     np.testing.assert_array_equal(found["probs"], expected["probs"])
     assert chosen_setting([(math.nan, math.nan)] * 2) == 0
+    assert chosen_setting([(math.nan, math.nan)] * 2, images=10) == 0
+    close = [(2.0, 0.3), (2.13, 0.2), (2.15, 0.1), (math.nan, math.nan)]  # one standard error is 0.14
+    assert [chosen_setting(close, images) for images in (0, 10_000, 1_000)] == [0, 1, 2]
 
 
 # ---- recipes ----
@@ -238,8 +241,13 @@ def test_the_papers_grid_stages_and_seeds():
             (0.1, 0.1, 1.0)
         }
     effort = {name: len(final[0].needs) for name, final in by_method.items()}
-    assert effort == {name: 6 if name.endswith("_slow") else 15 for name in METHODS}  # ours has no more than others
-    assert len({need.label for name in METHODS if name.endswith("_slow") for need in by_method[name][0].needs}) == 6
+    assert effort == {name: 8 if name.endswith("_slow") else 15 for name in METHODS}  # ours has no more than others
+    assert len({need.label for name in METHODS if name.endswith("_slow") for need in by_method[name][0].needs}) == 8
+    # The paper takes the lowest error; ours and its rivals are chosen by one rule.
+    papers = {f"slang_{rank}" for rank in RANKS}
+    assert {name: final[0].settings.get("ties_of_images") for name, final in by_method.items()} == {
+        name: None if name in papers else 10_000 for name in METHODS
+    }
     assert by_method["ensemble_5"][0].needs[0].label == by_method["map"][0].needs[0].label
     assert by_method["slang_8"][0].cost == pytest.approx(115_000 * 1.46e-3)
     labels = [c.label for c in cells] + [need.label for c in cells for need in c.needs]

@@ -271,3 +271,33 @@ def test_labels_out_of_range_are_refused_by_a_replayed_step(cuda):
         steps(vi, state, [(x, wrong)], source())[0].loc.sum()
     state, _ = steps(vi, state, [(x, y)], source())
     assert state.step == 6
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_states_may_be_looked_at_long_after_others_were_made_from_them(cuda, ahead):
+    model, batch = problem()
+    told = []
+    for compiled in (False, True):
+        vi, state = functional(model, compile=compiled)
+        generator, states = source(), []
+        for _ in range(12):
+            state, _ = vi.update(state, batch, generator=generator)
+            states.append(state)
+        for _ in range(2):  # twice from where it was
+            for state in states[-1 - ahead :: -3]:
+                states.append(vi.update(state, batch, generator=generator)[0])
+        told.append(states)
+    for eager, replayed in zip(*told, strict=True):
+        assert_same_state(eager, replayed)
+
+
+def test_a_state_is_copied_when_it_is_looked_at_and_not_before(cuda, monkeypatch):
+    model, batch = problem()
+    found = runners(monkeypatch)
+    vi, state = functional(model, compile=True)
+    state, _ = steps(vi, state, [batch] * 12, source())
+    (runner,) = found
+    latest = runner._made[1]
+    assert latest.tensors is None
+    assert torch.equal(state.loc, latest.graph.state[0])
+    assert latest.tensors.data_ptr() == state.loc.data_ptr() != latest.graph.state.data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -74,7 +75,7 @@ def compute_final(cell: Cell, attempt: Attempt) -> Arrays:
     by = cell.settings.get("chosen_by", METRICS[0])
     tried = [read(need.path(attempt.folder)).arrays for need in cell.needs]
     found = [(float(arrays[by][0]), float(arrays[METRICS[1]][0])) for arrays in tried]
-    number = chosen_setting(found) if found else 0
+    number = chosen_setting(found, cell.settings.get("ties_of_images", 0)) if found else 0
     run = _Run({**cell.settings, **cell.settings["grid"][number]}, attempt, "test")
     run.train()
     result = run.result() | {"choice": np.array(number)}
@@ -82,15 +83,23 @@ def compute_final(cell: Cell, attempt: Attempt) -> Arrays:
     return result | (run.shifted() if "degrees" in cell.settings and not run.lost else {})
 
 
-def chosen_setting(values: Sequence[tuple[float, float]]) -> int:
+def chosen_setting(values: Sequence[tuple[float, float]], images: int = 0) -> int:
     """The lowest by what is chosen by, and of several by NLL; runs that were lost have NaN and are never chosen.
+
+    Args:
+        values: what is chosen by, and NLL, of every setting.
+        images: how many errors in percent were counted on; all within one standard error of the lowest are then alike.
 
     Example:
         >>> chosen_setting([(float("nan"), float("nan")), (2.5, 0.1), (1.9, 0.3), (1.9, 0.2)])
         3
+        >>> chosen_setting([(1.31, 0.3), (1.35, 0.2), (1.5, 0.1)], images=10_000)  # √(0.0131 · 0.9869 / 10⁴) = 0.11 %
+        1
     """
     ranked = np.nan_to_num(np.array(values), nan=np.inf)
-    return int(np.lexsort((ranked[:, 1], ranked[:, 0]))[0])
+    lowest = float(ranked[:, 0].min())
+    spread = math.sqrt(lowest * (100.0 - lowest) / images) if images and math.isfinite(lowest) else 0.0
+    return int(np.where(ranked[:, 0] <= lowest + spread, ranked[:, 1], np.inf).argmin())
 
 
 class _Run:

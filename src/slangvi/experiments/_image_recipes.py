@@ -29,6 +29,7 @@ class Recipe:
         tuned_as: the method whose choice is taken over; empty for its own.
         seeds: runs with the chosen setting.
         neg_log_sigma: −log σ of the prior's standard deviation, λ = 1/σ²: what is searched of it.
+        ties: whether settings within one standard error of the lowest validation error are alike, and NLL decides.
     """
 
     learner: str
@@ -39,6 +40,7 @@ class Recipe:
     tuned_as: str = ""
     seeds: int = 1
     neg_log_sigma: Sequence[float] = (0.0, 1.0, 2.0)
+    ties: bool = False
 
     @property
     def grid(self) -> Grid:
@@ -100,6 +102,7 @@ class Table:
             needs = tuple(self.tuning(dataset, recipe.tuned_as or method, own))
             stages = recipe.stages(self.common["epochs"], final=True)
             settings = {**self._shared(method, own), "stages": stages, "grid": self.grid(method)}
+            settings |= {"ties_of_images": self.common["num_images"]["validation"]} if recipe.ties else {}
             work, cost = f"{_WORK}:compute_final", self._seconds(recipe, stages)
             for k in range(self.seeds(method)):
                 seeded = settings | {"seed": self.common["seed"] + k}

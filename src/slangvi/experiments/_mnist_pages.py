@@ -33,12 +33,14 @@ chosen for rank 8.
 `slangvi.slow_precision`, 10/steps, so that draws stay close and steps short until the mean has settled. Both rates fall
 along half a cosine, and biases have the prior precision 1. The posterior may be cooled: likelihood and prior are raised
 to the power $1/T$, which leaves the most probable weights where they are and multiplies variances by about $T$. α from
-0.03 or 0.1 and $T \\in \\{0.3, 0.1, 0.03\\}$ were searched at $-\\log\\sigma = 1$ and L = 8, on 100 epochs, and taken
-over by all ranks; then 100 epochs on all 60,000 images. The grid was placed after six runs of 10 epochs on the same
-50,000 images, judged by the same 10,000, of which those with $T = 1$ were worse; α = 0.01 was searched as well, and had
-1.48 to 1.50 % of validation errors. Bayes by Backprop (`bbb`) and maximum a posteriori (`map`) are trained by Adam in
-the same way, with 15 settings to choose from: the paper's three priors and five learning rates; of two settings that
-tie, the one with the lower NLL. `ensemble_5` is five networks with the setting of `map`.
+0.03 or 0.1 and $T \\in \\{0.3, 0.2, 0.1, 0.03\\}$ were searched at $-\\log\\sigma = 1$ and L = 8, on 100 epochs, and
+taken over by all ranks; then 100 epochs on all 60,000 images. The grid was placed after six runs of 10 epochs on the
+same 50,000 images, judged by the same 10,000, of which those with $T = 1$ were worse; α = 0.01 was searched as well,
+and had 1.48 to 1.50 % of validation errors. Bayes by Backprop (`bbb`) and maximum a posteriori (`map`) are trained by
+Adam in the same way, with 15 settings to choose from: the paper's three priors and five learning rates. `ensemble_5` is
+five networks with the setting of `map`. Ten thousand images tell errors apart by 0.11 % at best: of all settings of
+ours and of these three that are within one standard error of the lowest validation error, the one with the lowest NLL
+is taken.
 
 Predictions average 1,000 draws of the weights, in validation and in test. *Error* is in percent, *NLL* in nats, *ECE*
 with 15 bins, *Brier* the squared distance to the truth. Where there are several seeds a number is their mean ± its

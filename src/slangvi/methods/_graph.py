@@ -69,6 +69,7 @@ class Captured(ABC):
         self.gram_is_there = torch.cuda.Event(external=True)
         self.told_is_there = torch.cuda.Event(external=True)
         self.running: Launched | None = None  # the latest step, as long as nobody knows how it went
+        self._held: Launched | None = None  # the step whose outcome is in `state`
         # Captured in place of the caller's, whose state is handed over and back: a capture that fails would leave it
         # unusable, and another one can be passed at the next step.
         self.generator = None if generator is None else torch.Generator(state.device)
@@ -102,7 +103,7 @@ class Captured(ABC):
             iterated = [self.once, self.twice, self.thrice, self.watch, self.again, self.sift, self.move_along]
             pieces = iterated if self.iterates else [self.watch]
             for piece in (*pieces, self.move_to_given, *self.extra_pieces()):
-                if piece in iterated[: len(_WAYS)] or piece == self.watch:
+                if not self.hurries and (piece in iterated[: len(_WAYS)] or piece == self.watch):
                     self._let_go()
                 self.graphs[piece.__name__] = capture_graph(piece, self._pool, self.state.device, self.generator)
 
@@ -132,7 +133,7 @@ class Captured(ABC):
                 piece()
 
     def observe(self) -> list[Tensor]:
-        """Gradients and the eigenproblem; returns numbers that show whether all is finite, once they are `joined`."""
+        """Gradients and the eigenproblem; returns numbers that show whether all is finite, after `_join_sums`."""
         self.receive()
         sent = self.here
         plain = sent.numbers.to(self.state.dtype)
@@ -149,6 +150,11 @@ class Captured(ABC):
         self.observed = Observed(total, squares, problem)
         self.iterates = problem.route == "gram" and dtype in TOLERANCE and iteration_pays(problem.size, self.rank)
         return checks
+
+    def _join_sums(self) -> None:
+        """Wait for sums and squares of the gradients."""
+        if self.hurries:
+            joined(self.state.device)
 
     def draw(self, count: tuple[int, ...]) -> Tensor:
         """Draws of the weights from the current state by what was received, (*count, P)."""
@@ -174,7 +180,7 @@ class Captured(ABC):
         problem, rank = self.observed.problem, self.rank
         start = starting_block(problem.size, rank, rank, torch.float64, self.state.device, 0)
         found = pursued(problem.apply, start, rounds)
-        joined(self.state.device)
+        self._join_sums()
         widened = self.widen(found.small.diagonal(), found.vectors)
         precision = widened.precision
         loc, _, momentum = self.state[:3]
@@ -200,7 +206,7 @@ class Captured(ABC):
         checks = self.observe()
         problem, rank = self.observed.problem, self.rank
         problem.prepare()
-        joined(self.state.device)
+        self._join_sums()
         head = torch.stack(checks).to(torch.float64)
         if self.iterates:
             start = starting_block(problem.size, rank, problem.known, torch.float64, self.state.device)
@@ -272,6 +278,8 @@ class Captured(ABC):
             state: packed, (3 + L, P).
             precision: what the first draw needs; None where that was sent for the same state already.
         """
+        self._spare()
+        self._held = None
         self.state.copy_(state)
         self.squares.copy_(column_squares(self.state[3:]))
         if precision is not None:
@@ -296,7 +304,9 @@ class Captured(ABC):
         """
         source = self.default if generator is None else generator
         step = Launched(self, source, source.get_state(), reload, check)
+        self._spare()  # while the step before still runs; it may be repeated, and then once more
         before()
+        self._spare()
         assert self.running is None
         self.sent.rates(numbers, self.weight)
         if self.iterates and self._doubts == 0:
@@ -311,7 +321,12 @@ class Captured(ABC):
 
     def _launch(self, step: Launched) -> None:
         self.replay(_WAYS[self._rounds - 1], step.source, step.before)
-        step.tensors = self.state.clone()
+        self._held = step
+
+    def _spare(self) -> None:
+        """Let the step whose outcome is about to be overwritten keep it."""
+        if self._held is not None and not self._held.failed:
+            self._held.kept()
 
     def finish(self) -> None:
         """Wait for the step that is running, if there is one, and see how it went."""
@@ -347,15 +362,20 @@ class Captured(ABC):
         self._good, self._lowered = 0, False
         while self._rounds < len(_WAYS):
             self._rounds += 1
-            step.reload()
+            self._begin_again(step)
             self._launch(step)
             done = self._at_once(step)
             if done is not None:
                 return done
-        step.reload()
+        self._begin_again(step)
         self._failures += 1
         self._doubts = min(2**self._failures, _MOST_DOUBTS) - 1
         return self._in_halves(step)
+
+    def _begin_again(self, step: Launched) -> None:
+        """From the state before a step, whose outcome is of no use."""
+        self._held = step.tensors = None
+        step.reload()
 
     def _at_once(self, step: Launched) -> Outcome | None:
         """None when the previous factor was no good start, or something is not finite."""
@@ -377,9 +397,7 @@ class Captured(ABC):
         # Every round takes the residual down by about the same factor.
         rounds, enough = self._rounds, TOLERANCE[self.state.dtype] * _MARGIN
         self._good = self._good + 1 if rounds > 1 and residual <= enough ** (rounds / (rounds - 1)) else 0
-        assert step.tensors is not None
-        ritz = torch.from_numpy(small.copy())
-        return Outcome(step.tensors, ritz, residual, total, abs(clipped), mean, self.num_rows, self)
+        return Outcome(torch.from_numpy(small.copy()), residual, total, abs(clipped), mean, self.num_rows)
 
     def _in_halves(self, step: Launched) -> Outcome:
         """The step with the eigenproblem solved between its halves, to the tolerance whatever the start."""
@@ -390,7 +408,7 @@ class Captured(ABC):
             step.check("the gradient", self.observed.total, self.observed.squares)
         mean = float(self.head[1])
         values, residual = self._solve()
-        result = self.state.clone()
+        result, self._held = step.kept(), step
         self.gram_is_there.synchronize()
         root = root_of(self.gram.view(self.rank, self.rank).numpy())
         self._wait()
@@ -399,7 +417,7 @@ class Captured(ABC):
             step.check("the new precision", result[1], result[3:])
             step.check("the new mean", result[0])
         self.sent.root(*root)
-        return Outcome(result, values, residual, told[0], told[1], mean, self.num_rows, self)
+        return Outcome(values, residual, told[0], told[1], mean, self.num_rows)
 
     def _solve(self) -> tuple[Tensor, float]:
         """Take the second half of the step, with Ritz pairs if they are good enough and other pairs if not."""

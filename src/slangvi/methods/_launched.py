@@ -33,27 +33,23 @@ class Numbers(NamedTuple):
 
 @dataclass
 class Outcome:
-    """A finished step, in tensors of its own.
+    """What a finished step can tell.
 
     Args:
-        tensors: loc, prec_diag, momentum and the factor's rows, (3 + L, P).
         ritz: leading eigenvalues (L,), or a matrix that has them (L, L).
         residual: of their pairs, relative to the largest.
         total: trace of (1−β)UUᵀ + βĜ.
         clipped: Σ of what rounding would have taken from d⁺ below its bound.
         mean_log_likelihood: over all rows.
         num_rows: R.
-        graph: what made it.
     """
 
-    tensors: Tensor
     ritz: Tensor
     residual: float
     total: float
     clipped: float
     mean_log_likelihood: float
     num_rows: int
-    graph: Captured
 
 
 class Launched:
@@ -76,7 +72,7 @@ class Launched:
         check: Callable[..., None],
     ) -> None:
         self.graph, self.source, self.before, self.reload, self.check = graph, source, before, reload, check
-        self.tensors: Tensor | None = None
+        self.tensors: Tensor | None = None  # see `kept`
         self._done: Outcome | None = None
         self._error: Exception | None = None
 
@@ -86,8 +82,17 @@ class Launched:
             self._done = how(self)
         except Exception as error:
             self._error = error
-        self.tensors = None
         del self.reload  # with it goes the state before
+
+    def kept(self) -> Tensor:
+        """The state after it in memory of its own: loc, prec_diag, momentum and the factor's rows, (3 + L, P).
+
+        Copied when it is first asked for, at the latest by its graph, before that overwrites it: a loop that never
+        looks at a state has one copy of it less.
+        """
+        if self.tensors is None:
+            self.tensors = self.graph.state.clone()
+        return self.tensors
 
     @property
     def failed(self) -> bool:

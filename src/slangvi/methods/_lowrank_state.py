@@ -136,7 +136,8 @@ def told(
 
     def fill_state() -> None:
         try:
-            loc, diag, momentum, *factor = running.outcome().tensors.split([1, 1, 1, running.graph.rank])
+            running.outcome()
+            loc, diag, momentum, *factor = running.kept().split([1, 1, 1, running.graph.rank])
         except Exception:
             settle(before)
             after.__dict__.update(before.__dict__)
