@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import slangvi
-from replaying import assert_same_state, functional, problem, relative, steps
+from replaying import assert_same_state, draw_and_step, functional, optimizer, problem, relative, steps
 from slangvi.linalg import topk
+from slangvi.linalg.subspace import OVERSAMPLING, starting_block
 from slangvi.methods import _graph
 
 
@@ -237,3 +238,15 @@ def test_steps_that_overflow_are_refused_by_name_and_leave_the_state(cuda, what)
     elif what == "the new precision":
         state, _ = steps(vi, state, [usual] * 2, source())
         assert state.step == 7
+
+
+def test_graphs_hold_the_constants_they_read(cuda):
+    model, batch = problem()
+    opt = optimizer(model, True)
+    for _ in range(12):
+        draw_and_step(opt, batch)
+    (graph,) = opt._graphs.graphs.values()
+    size = graph.observed.problem.size
+    start = starting_block(size, graph.rank, graph.rank, torch.float64, graph.state.device, 0)
+    assert any(constant is start for constant in graph.graphs["twice"].constants)
+    assert any(constant.shape == (size, graph.rank + OVERSAMPLING) for constant in graph.graphs["watch"].constants)

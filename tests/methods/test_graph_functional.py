@@ -289,15 +289,3 @@ def test_states_may_be_looked_at_long_after_others_were_made_from_them(cuda, ahe
         told.append(states)
     for eager, replayed in zip(*told, strict=True):
         assert_same_state(eager, replayed)
-
-
-def test_a_state_is_copied_when_it_is_looked_at_and_not_before(cuda, monkeypatch):
-    model, batch = problem()
-    found = runners(monkeypatch)
-    vi, state = functional(model, compile=True)
-    state, _ = steps(vi, state, [batch] * 12, source())
-    (runner,) = found
-    latest = runner._made[1]
-    assert latest.tensors is None
-    assert torch.equal(state.loc, latest.graph.state[0])
-    assert latest.tensors.data_ptr() == state.loc.data_ptr() != latest.graph.state.data_ptr()

@@ -361,3 +361,16 @@ def test_rows_that_are_too_large_to_be_copied_are_left_where_they_are(cuda, monk
             draw_and_step(opt, batch)
     assert_agree(eager, replayed)
     assert not cuda.captured
+
+
+def test_a_state_is_copied_when_it_is_looked_at_and_not_before(cuda):
+    opt, batch = optimizer(problem()[0], True, on_divergence="ignore"), problem()[1]
+    for _ in range(12):
+        draw_and_step(opt, batch)
+    latest = opt._graphs._made[1]
+    assert latest.tensors is None
+    assert torch.equal(opt._state.loc, latest.graph.state[0])
+    assert latest.tensors.data_ptr() == opt._state.loc.data_ptr() != latest.graph.state.data_ptr()
+    before = latest.tensors.clone()
+    draw_and_step(opt, batch)
+    assert torch.equal(latest.tensors, before)

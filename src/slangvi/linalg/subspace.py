@@ -11,13 +11,13 @@ K by a share β only, so the previous factor, which lies along the first L coord
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slangvi.linalg.cholesky import lower_factor
+from slangvi.linalg.constants import constant
 
 __all__ = [
     "OVERSAMPLING",
@@ -65,7 +65,7 @@ class Ritz(NamedTuple):
     edge: Tensor
 
 
-@lru_cache(maxsize=16)
+@constant
 def starting_block(
     size: int, count: int, known: int, dtype: torch.dtype, device: torch.device, extra: int = OVERSAMPLING
 ) -> Tensor:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import _lru_cache_wrapper
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ def _forget() -> None:
     """Empty the library's function caches: a tensor without memory must not turn up in a step that has it."""
     modules = [module for name, module in sys.modules.items() if name.startswith("slangvi.")]
     for value in [value for module in modules for value in vars(module).values()]:
-        if isinstance(value, _lru_cache_wrapper):
+        if isinstance(value, FunctionType | _lru_cache_wrapper) and hasattr(value, "cache_clear"):
             value.cache_clear()
 
 

@@ -322,6 +322,8 @@ class Captured(ABC):
     def _launch(self, step: Launched) -> None:
         self.replay(_WAYS[self._rounds - 1], step.source, step.before)
         self._held = step
+        if self.hurries:
+            step.kept()
 
     def _spare(self) -> None:
         """Let the step whose outcome is about to be overwritten keep it."""

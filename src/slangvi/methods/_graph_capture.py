@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from slangvi.linalg.constants import handed_out
+
 __all__ = ["aside", "beside", "capture_graph", "joined", "randomness_kept"]
 
 
@@ -76,8 +78,9 @@ def capture_graph(
     collecting = gc.isenabled()
     gc.disable()  # what it frees may be a graph or a generator, and CUDA does not allow that while capturing
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=_side_stream(device)):
+        with handed_out() as constants, torch.cuda.graph(graph, pool=pool, stream=_side_stream(device)):
             piece()
+        graph.constants = constants  # type: ignore[attr-defined]  # read by every replay
     finally:
         if collecting:
             gc.enable()
