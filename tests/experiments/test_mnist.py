@@ -220,6 +220,7 @@ def test_the_final_run_takes_the_setting_that_was_best(by, errors, likelihoods, 
     np.testing.assert_array_equal(found["probs"], expected["probs"])
     assert chosen_setting([(math.nan, math.nan)] * 2) == 0
     assert chosen_setting([(math.nan, math.nan)] * 2, images=10) == 0
+    assert chosen_setting([(2.0, 0.1), (1.0, math.nan)]) == 1
     close = [(2.0, 0.3), (2.13, 0.2), (2.15, 0.1), (math.nan, math.nan)]  # one standard error is 0.14
     assert [chosen_setting(close, images) for images in (0, 10_000, 1_000)] == [0, 1, 2]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -289,3 +291,20 @@ def test_states_may_be_looked_at_long_after_others_were_made_from_them(cuda, ahe
         told.append(states)
     for eager, replayed in zip(*told, strict=True):
         assert_same_state(eager, replayed)
+
+
+def test_graphs_go_with_what_was_built(taped, monkeypatch):
+    found = runners(monkeypatch)
+    model, batch = problem()
+    vi, state = functional(model, compile=True)
+    state, info = steps(vi, state, [batch] * 12, source())
+    (graph,) = map(weakref.ref, found.pop().graphs.values())
+    assert bool(info.total > 0)
+    assert state.loc.isfinite().all()
+    gc.collect()  # infos of earlier steps, which nobody has looked at
+    gc.disable()
+    try:
+        del vi, state, info
+        assert graph() is None  # nothing waits for the garbage collector
+    finally:
+        gc.enable()

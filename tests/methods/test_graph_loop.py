@@ -22,6 +22,7 @@ from slangvi.grads.blocks import Formed, Outer, Rows
 from slangvi.methods import _graph_loop, _row_leaves
 from slangvi.methods._graph_loop import LoopStep
 from slangvi.methods._graph_runner import MOST_GRAPHS
+from slangvi.methods._launched import Launched
 from slangvi.methods._row_leaves import leaves_of, rebuilt
 
 
@@ -352,15 +353,32 @@ def test_priors_are_told_apart_while_their_graph_lives(cuda):
 def test_rows_that_are_too_large_to_be_copied_are_left_where_they_are(cuda, monkeypatch):
     monkeypatch.setattr(_row_leaves, "MOST_BYTES", 100)
     eager, replayed, batch = pair()
-    draw_and_step(replayed, batch)
-    with pytest.warns(UserWarning, match="compile=True has no effect: the gradients of a step take") as caught:
+    with pytest.warns(
+        UserWarning, match="compile=True has no effect on a step like this one: its gradients take"
+    ) as caught:
         draw_and_step(replayed, batch)
     assert len(caught) == 1
-    for opt, steps in ((replayed, 4), (eager, 6)):
+    for opt, steps in ((replayed, 5), (eager, 6)):
         for _ in range(steps):
             draw_and_step(opt, batch)
     assert_agree(eager, replayed)
     assert not cuda.captured
+
+
+@pytest.mark.filterwarnings("ignore:compile=True has no effect on a step like this one")
+def test_a_large_batch_now_and_then_does_not_stop_the_others_from_being_replayed(cuda, monkeypatch):
+    eager, replayed, (x, y) = pair()
+    with replayed.sampled_params(train=True):
+        F.cross_entropy(replayed.model(x), y).backward()
+    monkeypatch.setattr(_row_leaves, "MOST_BYTES", 2 * _row_leaves.bytes_of(leaves_of(replayed._rows)[1]))
+    replayed.discard_gradients()
+    for opt in (eager, replayed):
+        opt.generator.manual_seed(1)
+        for k in range(16):
+            draw_and_step(opt, (x.repeat(2, 1), y.repeat(2)) if k % 4 == 0 else (x, y))
+    assert_agree(eager, replayed)
+    assert cuda.captured.count("watch") == 1
+    assert cuda.replayed.count("whole") + cuda.replayed.count("watch") > 4
 
 
 def test_a_state_is_copied_when_it_is_looked_at_and_not_before(cuda):
@@ -371,6 +389,40 @@ def test_a_state_is_copied_when_it_is_looked_at_and_not_before(cuda):
     assert latest.tensors is None
     assert torch.equal(opt._state.loc, latest.graph.state[0])
     assert latest.tensors.data_ptr() == opt._state.loc.data_ptr() != latest.graph.state.data_ptr()
-    before = latest.tensors.clone()
-    draw_and_step(opt, batch)
-    assert torch.equal(latest.tensors, before)
+
+
+@pytest.mark.parametrize("overwrite", ["step", "load"])
+def test_a_state_nobody_has_looked_at_is_copied_before_it_is_overwritten(cuda, overwrite):
+    model, batch = problem()
+    opt = optimizer(model, True, on_divergence="ignore")
+    for _ in range(12):
+        draw_and_step(opt, batch)
+    (graph,), latest = opt._graphs.graphs.values(), opt._graphs._made[1]
+    held = graph.state.clone()
+    assert latest.tensors is None
+    if overwrite == "load":
+        graph.load(torch.zeros_like(held))
+    else:
+        opt._sync = lambda contents=True: None  # which looks at the mean, as does the next
+        opt._checked_generator = lambda: opt.generator
+        draw_and_step(opt, batch)
+    assert not torch.equal(graph.state, held)
+    assert torch.equal(latest.kept(), held)
+
+
+def test_a_copy_that_finds_no_memory_is_tried_again(cuda, monkeypatch):
+    model, batch = problem()
+    opt = optimizer(model, True, on_divergence="ignore")
+    for _ in range(12):
+        draw_and_step(opt, batch)
+    kept, step = Launched.kept, opt._state.step
+
+    def fails(self):
+        monkeypatch.setattr(Launched, "kept", kept)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Launched, "kept", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        _ = opt._state.loc
+    assert torch.equal(opt._state.loc, flat(model))
+    assert opt._state.step == step

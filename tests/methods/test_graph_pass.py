@@ -302,3 +302,29 @@ def test_backward_stays_in_its_thread_once_a_pass_is_captured(replays):
         opt.discard_gradients()
     assert modes == [True, True, True, False, False, False]
     assert torch._C._is_multithreading_enabled()
+
+
+def test_blocks_that_overlap_leave_autograd_with_its_threads(replays):
+    pairs = [replaying_on(problem) for _ in range(2)]
+    for opt, (x, y) in pairs:
+        for _ in range(5):
+            one_pass(opt, x, y)
+    (a, _), (b, _) = pairs
+    a.train()
+    b.train()
+    a.eval()
+    assert not torch._C._is_multithreading_enabled()
+    b.eval()
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_one_who_wants_no_threads_is_left_without_them(replays):
+    opt, (x, y) = replaying_on(problem)
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(5):
+            with opt.sampled_params(train=True):
+                assert not torch._C._is_multithreading_enabled()
+                F.cross_entropy(opt.model(x), y).backward()
+            assert not torch._C._is_multithreading_enabled()
+            opt.discard_gradients()
+    assert torch._C._is_multithreading_enabled()

@@ -75,7 +75,8 @@ def compute_final(cell: Cell, attempt: Attempt) -> Arrays:
     by = cell.settings.get("chosen_by", METRICS[0])
     tried = [read(need.path(attempt.folder)).arrays for need in cell.needs]
     found = [(float(arrays[by][0]), float(arrays[METRICS[1]][0])) for arrays in tried]
-    number = chosen_setting(found, cell.settings.get("ties_of_images", 0)) if found else 0
+    images = cell.settings.get("ties_of_images", 0) if by == METRICS[0] else 0
+    number = chosen_setting(found, images) if found else 0
     run = _Run({**cell.settings, **cell.settings["grid"][number]}, attempt, "test")
     run.train()
     result = run.result() | {"choice": np.array(number)}
@@ -99,7 +100,8 @@ def chosen_setting(values: Sequence[tuple[float, float]], images: int = 0) -> in
     ranked = np.nan_to_num(np.array(values), nan=np.inf)
     lowest = float(ranked[:, 0].min())
     spread = math.sqrt(lowest * (100.0 - lowest) / images) if images and math.isfinite(lowest) else 0.0
-    return int(np.where(ranked[:, 0] <= lowest + spread, ranked[:, 1], np.inf).argmin())
+    alike = np.flatnonzero(ranked[:, 0] <= lowest + spread)
+    return int(alike[ranked[alike, 1].argmin()])
 
 
 class _Run:

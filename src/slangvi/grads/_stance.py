@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from threading import Lock
-from typing import Any
+from contextlib import contextmanager
 
 import torch
+
+from slangvi.grads.overlapping import Overlapping
 
 __all__ = ["eager"]
 
@@ -19,30 +19,7 @@ _COMPILED_LOOP = (
 )
 
 
-class _Blocks:
-    """Open blocks of all optimizers, which may end in any order: the first sets the stance, the last sets it back."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.stance: AbstractContextManager[Any] | None = None
-        self.lock = Lock()
-
-    def enter(self) -> None:
-        with self.lock:
-            if self.count == 0:
-                self.stance = torch.compiler.set_stance("force_eager")
-                self.stance.__enter__()
-            self.count += 1
-
-    def leave(self) -> None:
-        with self.lock:
-            self.count -= 1
-            if self.count == 0 and self.stance is not None:
-                self.stance.__exit__(None, None, None)
-                self.stance = None
-
-
-_BLOCKS = _Blocks()
+_BLOCKS = Overlapping(lambda: torch.compiler.set_stance("force_eager"))
 
 
 @contextmanager
@@ -55,11 +32,12 @@ def eager() -> Iterator[None]:
     # The compiler lets go of code that raises, which is then run, and comes here again.
     if torch.compiler.is_compiling():
         raise RuntimeError(_COMPILED_LOOP)
+    block = _BLOCKS.block()
     try:
-        _BLOCKS.enter()
+        block.__enter__()
     except RuntimeError as error:
         raise RuntimeError(_COMPILED_LOOP) from error
     try:
         yield
     finally:
-        _BLOCKS.leave()
+        block.__exit__(None, None, None)

@@ -105,6 +105,7 @@ class BatchedPass:
         Both lists are used up: what one layer leaves makes room for the gradients of the next.
         """
         assert self.calls is not None
+        assert len(self.calls) == len(inputs) == len(deltas)
         parts: dict[str, list[Block]] = {}
         count = deltas[0].shape[:2].numel()
         inputs.reverse()

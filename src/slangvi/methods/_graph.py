@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -55,7 +56,8 @@ _TOLD = 8
 class Captured(ABC):
     """The graphs of one step for one layout: everything but where the gradients come from."""
 
-    # Whether sums over the gradients run beside the eigenproblem, in memory that nothing else can use.
+    # Whether time counts more than memory: sums over the gradients then run beside the eigenproblem, in memory that
+    # nothing else can use, and the new state is copied at once instead of when it is looked at.
     hurries = True
 
     def __init__(self, setup: Setup) -> None:
@@ -69,7 +71,8 @@ class Captured(ABC):
         self.gram_is_there = torch.cuda.Event(external=True)
         self.told_is_there = torch.cuda.Event(external=True)
         self.running: Launched | None = None  # the latest step, as long as nobody knows how it went
-        self._held: Launched | None = None  # the step whose outcome is in `state`
+        # The step whose outcome is in `state`; if nobody else holds it, nobody can ask for that.
+        self._held: Callable[[], Launched | None] = lambda: None
         # Captured in place of the caller's, whose state is handed over and back: a capture that fails would leave it
         # unusable, and another one can be passed at the next step.
         self.generator = None if generator is None else torch.Generator(state.device)
@@ -142,10 +145,11 @@ class Captured(ABC):
         self.num_rows = self.seen.num_rows
         self.weight = self.num_data / self.num_rows
         factor, seen, dtype = self.state[3:], self.seen, self.state.dtype
+        mean = mean.to(dtype)  # not in the branch, by which the original would have to be held on to
         with beside(self.state.device) if self.hurries else nullcontext():
             # What is not finite in the gradients is not finite in their squares.
             squares, total = seen.square_sum(), seen.sum()
-            checks = [squares.sum(), mean.to(dtype)]
+            checks = [squares.sum(), mean]
         problem = Problem(factor, seen, sent.keep, sent.gain, None, choose_route(factor, seen), sent.roots)
         self.observed = Observed(total, squares, problem)
         self.iterates = problem.route == "gram" and dtype in TOLERANCE and iteration_pays(problem.size, self.rank)
@@ -279,7 +283,7 @@ class Captured(ABC):
             precision: what the first draw needs; None where that was sent for the same state already.
         """
         self._spare()
-        self._held = None
+        self._held = lambda: None
         self.state.copy_(state)
         self.squares.copy_(column_squares(self.state[3:]))
         if precision is not None:
@@ -304,9 +308,8 @@ class Captured(ABC):
         """
         source = self.default if generator is None else generator
         step = Launched(self, source, source.get_state(), reload, check)
-        self._spare()  # while the step before still runs; it may be repeated, and then once more
+        self._spare()  # while the step before may still run
         before()
-        self._spare()
         assert self.running is None
         self.sent.rates(numbers, self.weight)
         if self.iterates and self._doubts == 0:
@@ -321,14 +324,19 @@ class Captured(ABC):
 
     def _launch(self, step: Launched) -> None:
         self.replay(_WAYS[self._rounds - 1], step.source, step.before)
-        self._held = step
+        self._hold(step)
         if self.hurries:
             step.kept()
 
+    def _hold(self, step: Launched) -> None:
+        """Note that `state` is what a step led to."""
+        self._held = weakref.ref(step)
+
     def _spare(self) -> None:
         """Let the step whose outcome is about to be overwritten keep it."""
-        if self._held is not None and not self._held.failed:
-            self._held.kept()
+        held = self._held()
+        if held is not None and not held.failed:
+            held.kept()
 
     def finish(self) -> None:
         """Wait for the step that is running, if there is one, and see how it went."""
@@ -376,7 +384,7 @@ class Captured(ABC):
 
     def _begin_again(self, step: Launched) -> None:
         """From the state before a step, whose outcome is of no use."""
-        self._held = step.tensors = None
+        self._held, step.tensors = lambda: None, None
         step.reload()
 
     def _at_once(self, step: Launched) -> Outcome | None:
@@ -410,7 +418,8 @@ class Captured(ABC):
             step.check("the gradient", self.observed.total, self.observed.squares)
         mean = float(self.head[1])
         values, residual = self._solve()
-        result, self._held = step.kept(), step
+        result = step.kept()
+        self._hold(step)
         self.gram_is_there.synchronize()
         root = root_of(self.gram.view(self.rank, self.rank).numpy())
         self._wait()

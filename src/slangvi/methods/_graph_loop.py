@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slangvi._frames import outside_frames
 from slangvi._steps import Prior
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
 from slangvi.methods import _row_leaves
@@ -43,7 +45,7 @@ class LoopStep(Captured):
         setup: see `Setup`.
     """
 
-    hurries = False  # a loop does not wait for the end of a step
+    hurries = False  # Python around the passes takes longer than what could be saved
 
     def __init__(
         self,
@@ -103,6 +105,7 @@ class LoopRunner(Runner[LoopStep]):
         self.num_data, self.routes = num_data, routes
         self._seen: Counter[Signature] = Counter()
         self._momenta: list[float] = []  # of the last steps
+        self._said = False  # that some steps are too large
 
     def step(
         self,
@@ -116,11 +119,14 @@ class LoopRunner(Runner[LoopStep]):
         check: Callable[..., None],
     ) -> Launched | None:
         """One step, or None when it has to be taken eagerly: the first of its kind, or for good."""
-        if self._given_up or self._declined(state.loc.device) or self._restless(momentum):
+        if self._given_up or self._declined(self.like(state).device) or self._restless(momentum):
             return None
         if len({isinstance(group.blocks, ReplayedBlocks) for group in rows}) > 1:
             return None  # some passes were due to be checked; such steps become ever more rare
         signature, leaves = leaves_of(rows)
+        if (size := bytes_of(leaves)) > _row_leaves.MOST_BYTES:
+            self._say_too_large(size)
+            return None
         graph = self._graph(signature, state, rows, params, generator, momentum, prior)
         if graph is None:
             return None
@@ -135,6 +141,16 @@ class LoopRunner(Runner[LoopStep]):
         if len(set(self._momenta)) < _RESTLESS:
             return False
         return self._give_up("momentum changes at every step; give the scheduler cycle_momentum=False")
+
+    def _say_too_large(self, size: int) -> None:
+        """Once."""
+        if not self._said:
+            self._said = True
+            text = (
+                f"compile=True has no effect on a step like this one: its gradients take {size / 1e9:.1f} GB, and "
+                "graphs would hold copies of them. It runs eagerly."
+            )
+            warnings.warn(text, UserWarning, stacklevel=outside_frames())
 
     def write_draw(self, state: Any, params: Sequence[Tensor], generator: torch.Generator | None) -> bool:
         """Put a draw into the parameters, if a graph holds this state."""
@@ -179,9 +195,6 @@ class LoopRunner(Runner[LoopStep]):
             self._seen.clear()
         self._seen[key] += 1
         if key not in self.graphs and self._seen[key] < 2:  # a last batch that is smaller need not be captured
-            return None
-        if key not in self.graphs and (size := bytes_of(rows)) > _row_leaves.MOST_BYTES:
-            self._give_up(f"the gradients of a step take {size / 1e9:.1f} GB, and graphs would hold copies of them")
             return None
 
         def capture() -> LoopStep:

@@ -8,9 +8,10 @@ captured is the model's own `forward` under the hooks that serve otherwise. Ever
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from slangvi._frames import outside_frames
 from slangvi.grads import GradientCapture, RowGroup
 from slangvi.grads.assemble import Uses
 from slangvi.grads.blocks import Block
+from slangvi.grads.overlapping import Overlapping
 from slangvi.grads.rules.registry import is_patched
 from slangvi.methods import _row_leaves
 from slangvi.methods._appearance import appearance
@@ -37,6 +39,16 @@ _MOST_KINDS, _LONG_AGO = 256, 64
 # How far outputs of a graph may be from the model's, relative to their size: rounding and a few units at a kink.
 _ALIKE = 1e-2
 Kind = tuple[object, ...]
+
+
+class _Threads(threading.local):
+    """Of autograd: a replayed pass is one node, and handing it to its device's thread takes as long as launching it."""
+
+    def __init__(self) -> None:
+        self.one = Overlapping(lambda: torch.autograd.set_multithreading_enabled(False))
+
+
+_THREADS = _Threads()
 
 
 class CapturedPass:
@@ -198,8 +210,7 @@ class PassRunner:
         patch = self.model.__dict__["forward"] = _Forward(self)
         self.main.announcer = patch
         try:
-            # One node needs no thread of its own for its device, and handing it over takes as long as launching it.
-            with torch.autograd.set_multithreading_enabled(not self.passes):
+            with _THREADS.one.block() if self.passes else nullcontext():
                 yield
         finally:
             if self.model.__dict__.get("forward") is patch:
@@ -217,8 +228,9 @@ class PassRunner:
             self.passes.clear()
             self._patterns.clear()
             self._latest = None
-        elif asked and len(asked) == len(groups) == len(assembler.recent):  # else some were replayed
-            self._given_up |= bytes_of(groups) > _row_leaves.MOST_BYTES  # the step says so
+            return
+        told = asked and len(asked) == len(groups) == len(assembler.recent)  # else some were replayed
+        if told and bytes_of(leaves_of(groups)[1]) <= _row_leaves.MOST_BYTES:
             self._learn(asked, assembler.recent)
 
     def _learn(self, kinds: list[Kind], recent: list[Uses]) -> None:

@@ -72,6 +72,7 @@ class Launched:
         check: Callable[..., None],
     ) -> None:
         self.graph, self.source, self.before, self.reload, self.check = graph, source, before, reload, check
+        self.stream = torch.cuda.current_stream(graph.state.device)
         self.tensors: Tensor | None = None  # see `kept`
         self._done: Outcome | None = None
         self._error: Exception | None = None
@@ -87,11 +88,12 @@ class Launched:
     def kept(self) -> Tensor:
         """The state after it in memory of its own: loc, prec_diag, momentum and the factor's rows, (3 + L, P).
 
-        Copied when it is first asked for, at the latest by its graph, before that overwrites it: a loop that never
-        looks at a state has one copy of it less.
+        Copied when it is first asked for, at the latest by its graph, before that overwrites it: while a step runs
+        there is one copy less.
         """
         if self.tensors is None:
-            self.tensors = self.graph.state.clone()
+            with torch.cuda.stream(self.stream):  # of the steps, whoever asks: the next one must not overtake the copy
+                self.tensors = self.graph.state.clone()
         return self.tensors
 
     @property

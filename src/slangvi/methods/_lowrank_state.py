@@ -137,11 +137,16 @@ def told(
     def fill_state() -> None:
         try:
             running.outcome()
-            loc, diag, momentum, *factor = running.kept().split([1, 1, 1, running.graph.rank])
         except Exception:
             settle(before)
             after.__dict__.update(before.__dict__)
             raise
+        try:
+            tensors = running.kept()
+        except Exception:  # no memory for it, perhaps next time
+            after.__dict__["_fill"] = fill_state
+            raise
+        loc, diag, momentum, *factor = tensors.split([1, 1, 1, running.graph.rank])
         after.__dict__.update(loc=loc[0], prec_diag=diag[0], momentum=momentum[0], prec_factor=factor[0])
 
     def fill_info() -> None:

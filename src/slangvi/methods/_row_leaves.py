@@ -96,9 +96,9 @@ def leaves_of(rows: Sequence[RowGroup]) -> tuple[Signature, dict[Key, Tensor]]:
     return tuple(signature), found
 
 
-def bytes_of(rows: Sequence[RowGroup]) -> int:
-    """Memory that rows take."""
-    return sum(leaf.nbytes for leaf in leaves_of(rows)[1].values())
+def bytes_of(leaves: Mapping[Key, Tensor]) -> int:
+    """Memory that rows take, by what `leaves_of` found."""
+    return sum(leaf.nbytes for leaf in leaves.values())
 
 
 def rebuilt(group: RowGroup, copies: Mapping[Key, Tensor]) -> RowGroup:
