@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from slangvi import likelihoods
 from slangvi.linalg import lowrank, noise, products
-from slangvi.methods import _graph, _graph_host, _graph_loop, _graph_runner
+from slangvi.methods import _graph, _graph_host, _graph_loop, _graph_pieces, _graph_runner
 from taping import Tape
 
 
@@ -151,7 +151,7 @@ def pretend(fake: FakeCuda, graph: type, monkeypatch: pytest.MonkeyPatch) -> Fak
     own.manual_seed = lambda seed: own  # where there is a GPU, torch.manual_seed comes by, the global source seeded
     for name, value in (replacements | {"default_generators": (own,)}).items():
         monkeypatch.setattr(torch.cuda, name, value)
-    for module in (_graph, _graph_host):
+    for module in (_graph_pieces, _graph_host):
         monkeypatch.setattr(module, "pinned", lambda size: torch.zeros(size, dtype=torch.float64))
     monkeypatch.setattr(likelihoods, "_capturing", lambda values: fake.busy)
     for module in (_graph_runner, _graph_loop):
