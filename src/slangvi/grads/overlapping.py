@@ -35,19 +35,27 @@ class Overlapping:
         self._set: AbstractContextManager[Any] | None = None
         self._lock = Lock()
 
-    @contextmanager
-    def block(self) -> Iterator[None]:
-        """One of the blocks."""
+    def enter(self) -> None:
+        """A block begins."""
         with self._lock:
             if self._count == 0:
                 self._set = self._setting()
                 self._set.__enter__()
             self._count += 1
+
+    def leave(self) -> None:
+        """A block ends."""
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and self._set is not None:
+                self._set.__exit__(None, None, None)
+                self._set = None
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """One of the blocks."""
+        self.enter()
         try:
             yield
         finally:
-            with self._lock:
-                self._count -= 1
-                if self._count == 0 and self._set is not None:
-                    self._set.__exit__(None, None, None)
-                    self._set = None
+            self.leave()
