@@ -11,11 +11,11 @@ from torch import Tensor
 
 __all__ = ["constant", "handed_out"]
 
-P = ParamSpec("P")
+Given = ParamSpec("Given")
 _noting: list[list[Tensor]] = []
 
 
-def constant(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
+def constant(make: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
     """A function whose latest results are kept for the same arguments.
 
     Example:
@@ -29,7 +29,7 @@ def constant(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
     kept = lru_cache(maxsize=16)(make)
 
     @wraps(make)
-    def found(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+    def found(*args: Given.args, **kwargs: Given.kwargs) -> Tensor:
         result = kept(*args, **kwargs)  # type: ignore[arg-type]  # what a cache wants is hashable
         for notes in _noting:
             notes.append(result)

@@ -30,24 +30,20 @@ def randomness_kept(device: torch.device) -> Iterator[None]:
     default.set_state(before)
 
 
-@lru_cache(maxsize=8)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+@lru_cache(maxsize=16)
+def _stream(device: torch.device, use: str) -> torch.cuda.Stream:
+    """One for each use: "side" is what graphs are captured on, "branch" what runs beside that."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def aside(device: torch.device) -> Iterator[None]:
     """On the stream that graphs are captured on; one for all, since libraries keep a workspace for every stream."""
-    side, here = _side_stream(device), torch.cuda.current_stream(device)
+    side, here = _stream(device, "side"), torch.cuda.current_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
         yield
     here.wait_stream(side)
-
-
-@lru_cache(maxsize=8)
-def _branch(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 @contextmanager
@@ -57,7 +53,7 @@ def beside(device: torch.device) -> Iterator[None]:
     For work that leaves most of a GPU idle and is not needed at once. Everything it reads must be held on to until it
     has been joined: memory that is given up before may be written by what runs beside it.
     """
-    branch = _branch(device)
+    branch = _stream(device, "branch")
     branch.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(branch):
         yield
@@ -65,7 +61,7 @@ def beside(device: torch.device) -> Iterator[None]:
 
 def joined(device: torch.device) -> None:
     """Go on when what runs `beside` is done."""
-    torch.cuda.current_stream(device).wait_stream(_branch(device))
+    torch.cuda.current_stream(device).wait_stream(_stream(device, "branch"))
 
 
 def capture_graph(
@@ -78,7 +74,7 @@ def capture_graph(
     collecting = gc.isenabled()
     gc.disable()  # what it frees may be a graph or a generator, and CUDA does not allow that while capturing
     try:
-        with handed_out() as constants, torch.cuda.graph(graph, pool=pool, stream=_side_stream(device)):
+        with handed_out() as constants, torch.cuda.graph(graph, pool=pool, stream=_stream(device, "side")):
             piece()
         graph.constants = constants  # type: ignore[attr-defined]  # read by every replay
     finally:

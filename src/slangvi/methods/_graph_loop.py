@@ -16,13 +16,12 @@ from torch import Tensor
 from slangvi._frames import outside_frames
 from slangvi._steps import Prior
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
-from slangvi.methods import _row_leaves
 from slangvi.methods._gaussian import GaussianOptimizer
 from slangvi.methods._graph import Captured
 from slangvi.methods._graph_pass import PassRunner
 from slangvi.methods._graph_runner import Runner, has_graphs, packed
 from slangvi.methods._launched import Launched, Numbers, Setup
-from slangvi.methods._row_leaves import ReplayedBlocks, Signature, bytes_of, leaves_of, rebuilt
+from slangvi.methods._row_leaves import ReplayedBlocks, Signature, bytes_of, leaves_of, rebuilt, too_large
 from slangvi.optimizer import InfoT, StateT
 from slangvi.types import GradientOperator, ParamSpec, Routes
 
@@ -124,8 +123,8 @@ class LoopRunner(Runner[LoopStep]):
         if len({isinstance(group.blocks, ReplayedBlocks) for group in rows}) > 1:
             return None  # some passes were due to be checked; such steps become ever more rare
         signature, leaves = leaves_of(rows)
-        if (size := bytes_of(leaves)) > _row_leaves.MOST_BYTES:
-            self._say_too_large(size)
+        if too_large(leaves):
+            self._say_too_large(bytes_of(leaves))
             return None
         graph = self._graph(signature, state, rows, params, generator, momentum, prior)
         if graph is None:

@@ -25,11 +25,10 @@ from slangvi.grads.assemble import Uses
 from slangvi.grads.blocks import Block
 from slangvi.grads.overlapping import Overlapping
 from slangvi.grads.rules.registry import is_patched
-from slangvi.methods import _row_leaves
 from slangvi.methods._appearance import appearance
 from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
 from slangvi.methods._graph_runner import MOST_GRAPHS, why_not_captured
-from slangvi.methods._row_leaves import Key, ReplayedBlocks, bytes_of, key_of, leaves_of, rebuilt
+from slangvi.methods._row_leaves import Key, ReplayedBlocks, key_of, leaves_of, rebuilt, too_large
 
 __all__ = ["CapturedPass", "PassRunner"]
 
@@ -230,7 +229,7 @@ class PassRunner:
             self._latest = None
             return
         told = asked and len(asked) == len(groups) == len(assembler.recent)  # else some were replayed
-        if told and bytes_of(leaves_of(groups)[1]) <= _row_leaves.MOST_BYTES:
+        if told and not too_large(leaves_of(groups)[1]):
             self._learn(asked, assembler.recent)
 
     def _learn(self, kinds: list[Kind], recent: list[Uses]) -> None:

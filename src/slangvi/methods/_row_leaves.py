@@ -12,7 +12,18 @@ from torch import Tensor
 from slangvi.grads import RowGroup
 from slangvi.grads.blocks import Block, Formed, Outer, Rows
 
-__all__ = ["MOST_BYTES", "Key", "Make", "ReplayedBlocks", "Signature", "bytes_of", "key_of", "leaves_of", "rebuilt"]
+__all__ = [
+    "MOST_BYTES",
+    "Key",
+    "Make",
+    "ReplayedBlocks",
+    "Signature",
+    "bytes_of",
+    "key_of",
+    "leaves_of",
+    "rebuilt",
+    "too_large",
+]
 
 Signature = tuple[object, ...]
 Key = tuple[object, ...]
@@ -99,6 +110,11 @@ def leaves_of(rows: Sequence[RowGroup]) -> tuple[Signature, dict[Key, Tensor]]:
 def bytes_of(leaves: Mapping[Key, Tensor]) -> int:
     """Memory that rows take, by what `leaves_of` found."""
     return sum(leaf.nbytes for leaf in leaves.values())
+
+
+def too_large(leaves: Mapping[Key, Tensor]) -> bool:
+    """Whether graphs should not hold copies of rows."""
+    return bytes_of(leaves) > MOST_BYTES
 
 
 def rebuilt(group: RowGroup, copies: Mapping[Key, Tensor]) -> RowGroup:

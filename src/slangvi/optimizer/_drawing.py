@@ -116,7 +116,7 @@ class Drawing(Inferred[StateT]):
         if not set_to_none:
             super().zero_grad(set_to_none)
             return
-        for group in self.param_groups:  # as torch does, without the wrappers around it, which take ten times as long
+        for group in self.param_groups:  # as torch does, without its wrappers, which take several times as long
             for param in group["params"]:
                 param.grad = None
 
