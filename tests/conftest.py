@@ -43,6 +43,14 @@ def global_rng_untouched(_seeded: None) -> Iterator[None]:
 
 
 @pytest.fixture
+def three_threads() -> Iterator[None]:
+    """For tests of code that takes fewer."""
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 

@@ -46,6 +46,24 @@ def test_the_root_of_a_precision_arrives_as_the_precision_has_it(sent, generator
     torch.testing.assert_close(turns * (here.spectrum[0].square() - 1) @ turns.mT, precision.gram)
 
 
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("rank", [1, 8, 40])
+def test_a_root_is_one_whatever_the_rank_and_takes_one_thread(rank, generator, monkeypatch):
+    threads, eigh = [], torch.linalg.eigh
+
+    def counted(matrix):
+        threads.append(torch.get_num_threads())
+        return eigh(matrix)
+
+    rows = torch.randn(rank, 2 * rank, generator=generator).double()
+    gram = rows @ rows.mT
+    monkeypatch.setattr(torch.linalg, "eigh", counted)
+    roots, turns = map(torch.from_numpy, root_of(gram.numpy()))
+    assert threads == [1]
+    torch.testing.assert_close(turns * roots.square() @ turns.mT, gram + torch.eye(rank).double())
+    torch.testing.assert_close(turns.mT @ turns, torch.eye(rank).double())
+
+
 def test_a_root_of_what_is_not_finite_can_be_sent(sent):
     sent.root(*root_of(np.full((3, 3), np.nan)))
     assert sent.memory.isfinite().all()

@@ -81,14 +81,10 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 def _inline(ledger: Ledger, stop: Callable[[], bool], keep_every: float) -> None:
     """One cell after the other, in this process and, as sums depend on it, by one thread as in any other."""
-    import torch
+    from slangvi._threads import one_thread
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         _one_by_one(ledger, stop, keep_every)
-    finally:
-        torch.set_num_threads(threads)
     ledger.stopped = stop()
 
 
