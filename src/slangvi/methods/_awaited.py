@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["Awaited", "awaiting", "settle"]
+__all__ = ["Awaited", "awaiting", "close", "settle"]
 
 _WHEN_ASKED = "_fill"
 AwaitedT = TypeVar("AwaitedT", bound="Awaited")
@@ -29,12 +29,15 @@ class Awaited:
         return self.__dict__
 
 
-def awaiting(kind: type[AwaitedT], fill: Callable[[], None], **known: Any) -> AwaitedT:
+def awaiting(kind: type[AwaitedT], fill: Callable[[AwaitedT], None], **known: Any) -> AwaitedT:
     """An instance of which only some fields are known.
 
     Args:
         kind: the dataclass.
-        fill: called once, when another field is looked at; it writes the missing ones into `__dict__`, or raises.
+        fill: called with the instance when another field is looked at; it writes the missing ones into `__dict__`. If
+            it raises, it is called again the next time, unless it has called `close`. It must refer to neither
+            the instance nor itself: nobody might ever look, and what hangs on such a cycle, the memory of a step, would
+            be held until Python looks for cycles.
         known: the fields that need no waiting.
     """
     made = kind.__new__(kind)
@@ -44,6 +47,12 @@ def awaiting(kind: type[AwaitedT], fill: Callable[[], None], **known: Any) -> Aw
 
 def settle(made: Awaited) -> None:
     """Wait for the fields of an instance, if some are missing."""
-    fill = made.__dict__.pop(_WHEN_ASKED, None)
+    fill = made.__dict__.get(_WHEN_ASKED)
     if fill is not None:
-        fill()
+        fill(made)
+        close(made)
+
+
+def close(made: Awaited) -> None:
+    """Nothing of an instance is waited for any more."""
+    made.__dict__.pop(_WHEN_ASKED, None)

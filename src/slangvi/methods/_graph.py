@@ -58,6 +58,7 @@ class Captured(Pieces):
         self._doubts = self._failures = 0  # steps to be taken in halves before the whole is tried again
         # Rounds of the eigenproblem, steps in a row that could have done with one less, and how many of them it takes.
         self._rounds, self._good, self._patience, self._lowered = 2, 0, 1, False
+        self._horizon = _FAR * torch.finfo(self.state.dtype).max
         self.default = torch.cuda.default_generators[self.state.device.index or 0]
         self.running: Launched | None = None  # the latest step, as long as nobody knows how it went
         # The step whose outcome is in `state`; if nobody else holds it, nobody can ask for that.
@@ -188,13 +189,14 @@ class Captured(Pieces):
             return None
         push = self.weight * math.sqrt(self.num_rows * squares)  # ‖Σ_r g_r‖² ≤ R Σ_r ‖g_r‖²
         far = reach(self.sent.numbers, push, total, pull, pushed, least)
-        near = far <= _FAR * torch.finfo(self.state.dtype).max
-        if not (near and residual <= TOLERANCE[self.state.dtype] and tilt <= _TILT):
+        allowed = TOLERANCE[self.state.dtype]
+        if not (far <= self._horizon and residual <= allowed and tilt <= _TILT):
             return None
         self.sent.root(*root)
         # Every round takes the residual down by about the same factor.
-        rounds, enough = self._rounds, TOLERANCE[self.state.dtype] * _MARGIN
-        self._good = self._good + 1 if rounds > 1 and residual <= enough ** (rounds / (rounds - 1)) else 0
+        rounds = self._rounds
+        enough = rounds > 1 and residual <= (allowed * _MARGIN) ** (rounds / (rounds - 1))
+        self._good = self._good + 1 if enough else 0
         return Outcome(torch.from_numpy(small.copy()), residual, total, abs(clipped), mean, self.num_rows)
 
     def _in_halves(self, step: Launched) -> Outcome:

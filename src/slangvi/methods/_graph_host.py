@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,12 @@ from slangvi.methods._lowrank_step import shares
 __all__ = ["Received", "Sent", "flaws", "pinned", "reach", "root_of"]
 
 Array = npt.NDArray[np.float64]
+# What a device waits for is written for speed: methods of arrays take twice as long as this.
+_most = np.maximum.reduce
+_TINY = float(np.finfo(np.float64).tiny)
+# Above this size LAPACK shares an eigenproblem out between threads, and waits for those that get no core at once: for a
+# tenth of a millisecond of work, up to ten. Only torch can be told not to.
+_UNDIVIDED = 25
 
 
 class Received(NamedTuple):
@@ -106,21 +113,30 @@ def flaws(small: Array, left: Array, gram: Array) -> tuple[float, float]:
         The worst of `left` relative to the largest entry of `small`'s diagonal, and the worst entry of XᵀX − I; NaN
         where anything is.
     """
-    largest = np.maximum(small.diagonal().max(), np.finfo(small.dtype).tiny)
-    return float(left.max() / largest), float(np.abs(gram - np.eye(len(gram))).max())
+    largest = np.maximum(_most(small.diagonal()), _TINY)
+    return float(_most(left) / largest), float(_most(np.abs(gram - _identity(len(gram))), axis=None))
 
 
 def root_of(gram: Array) -> tuple[Array, Array]:
-    """What the next draw needs of VᵀV, whose eigenproblem is too small for a GPU: √(1+s) and the eigenvectors.
-
-    Above L = 25 LAPACK shares it out between threads, and then waits for those that get no core at once: at L = 32, for
-    a tenth of a millisecond of work, up to ten.
-    """
+    """What the next draw needs of VᵀV, whose eigenproblem is too small for a GPU: √(1+s) and the eigenvectors."""
     if not np.isfinite(gram).all():  # to be found out by the checks that follow
-        return np.ones(len(gram)), np.eye(len(gram))
-    with one_thread():
-        values, vectors = (found.numpy() for found in torch.linalg.eigh(torch.from_numpy(gram)))
+        return np.ones(len(gram)), _identity(len(gram))
+    values, vectors = (gram[0], _identity(1)) if len(gram) == 1 else _eigenpairs(gram)
     return np.sqrt(np.maximum(values, 0.0) + 1.0), vectors
+
+
+def _eigenpairs(gram: Array) -> tuple[Array, Array]:
+    """Values and vectors of a symmetric matrix, by this thread alone."""
+    if len(gram) <= _UNDIVIDED:
+        return np.linalg.eigh(gram)
+    with one_thread():
+        values, vectors = torch.linalg.eigh(torch.from_numpy(gram))
+    return values.numpy(), vectors.numpy()
+
+
+@cache
+def _identity(size: int) -> Array:
+    return np.eye(size)
 
 
 def pinned(size: int) -> Tensor:

@@ -14,7 +14,7 @@ from slangvi._steps import Prior, require_finite
 from slangvi.linalg import LowRankPrecision
 from slangvi.linalg.small import SmallPrecision, factorize_batch
 from slangvi.linalg.topk import padded_spectrum
-from slangvi.methods._awaited import Awaited, awaiting, settle
+from slangvi.methods._awaited import Awaited, awaiting, close, settle
 from slangvi.methods._gather import GRADIENT_REMEDY
 from slangvi.methods._gaussian import Told, kl_to_prior
 from slangvi.methods._launched import Launched
@@ -134,27 +134,20 @@ def told(
         fit: from the mean log-likelihood over rows to that of all data.
     """
 
-    def fill_state() -> None:
+    def fill_state(after: State) -> None:
         try:
             running.outcome()
         except Exception:
             settle(before)
             after.__dict__.update(before.__dict__)
+            close(after)
             raise
-        try:
-            tensors = running.kept()
-        except Exception:  # no memory for it, perhaps next time
-            after.__dict__["_fill"] = fill_state
-            raise
-        loc, diag, momentum, *factor = tensors.split([1, 1, 1, running.graph.rank])
+        # There may be no memory for it now, and the next time there is.
+        loc, diag, momentum, *factor = running.kept().split([1, 1, 1, running.graph.rank])
         after.__dict__.update(loc=loc[0], prec_diag=diag[0], momentum=momentum[0], prec_factor=factor[0])
 
-    def fill_info() -> None:
-        try:
-            done, like = running.outcome(), after.loc
-        except Exception:
-            info.__dict__["_fill"] = fill_info  # there is nothing to be told, however often it is asked for
-            raise
+    def fill_info(info: Info) -> None:
+        done, like = running.outcome(), after.loc  # of a failed step there is nothing to be told, however often
         numbers = torch.tensor((done.total, done.residual, done.clipped), dtype=like.dtype, device="cpu")
         leading = done.ritz.to(like.dtype) if done.ritz.ndim == 2 else padded_spectrum(done.ritz, after.prec_factor)
         total, residual, clipped = numbers.unbind()
