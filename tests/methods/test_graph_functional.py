@@ -13,7 +13,7 @@ from torch import nn
 import slangvi
 from replaying import Net, assert_same_state, functional, problem, relative, steps
 from slangvi.methods import slang
-from slangvi.methods._graph_functional import FunctionalStep, GraphRunner
+from slangvi.methods._graph_functional import GraphRunner
 from slangvi.methods._graph_runner import MOST_GRAPHS, why_not_captured
 from slangvi.types import Routes
 
@@ -308,20 +308,3 @@ def test_graphs_go_with_what_was_built(taped, monkeypatch):
         assert graph() is None  # nothing waits for the garbage collector
     finally:
         gc.enable()
-
-
-def test_a_piece_that_is_captured_finds_the_memory_of_those_before_it_given_up(cuda, monkeypatch):
-    operators, alive, gradients = [], [], FunctionalStep.gradients
-
-    def watched(self):
-        alive.append(sum(ref() is not None for ref in operators))
-        found, mean = gradients(self)
-        operators.append(weakref.ref(found))
-        return found, mean
-
-    monkeypatch.setattr(FunctionalStep, "gradients", watched)
-    model, batch = problem()
-    vi, state = functional(model, compile=True)
-    steps(vi, state, [batch] * 3, source())
-    assert cuda.captured.count("whole") == 3
-    assert alive == [0] * len(alive)

@@ -60,11 +60,6 @@ class FunctionalStep(Captured):
         group, self.table = self.fast.gather(thetas, tree_unflatten(self.leaves, self.structure))
         return self.gatherer.operator(self.spec, [group], thetas), self.table.mean()
 
-    def forget(self) -> None:
-        """And the table of log-likelihoods."""
-        super().forget()
-        self.__dict__.pop("table", None)
-
     def explain(self) -> None:
         """Log-likelihoods that are not finite are refused as elsewhere."""
         for row in self.table:

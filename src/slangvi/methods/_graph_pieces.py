@@ -83,8 +83,8 @@ class Pieces(ABC):
         """All pieces beside the graphs: libraries set themselves up on first use."""
         with aside(self.state.device):
             self.watch()
-            rank, size = self.rank, self.observed.problem.size
-            self.vectors = self.state.new_zeros(size, min(rank, size), dtype=torch.float64)
+            rank, problem = self.rank, self.observed.problem
+            self.vectors = self.state.new_zeros(problem.size, min(rank, problem.size), dtype=torch.float64)
             self.values = self.vectors.new_zeros(self.vectors.shape[1])
             self.inner = pinned((1 + self.block.shape[1]) * rank) if self.iterates else pinned(0)
             kept, squares = self.state.clone(), self.squares.clone()
@@ -102,7 +102,6 @@ class Pieces(ABC):
 
     def observe(self) -> list[Tensor]:
         """Gradients and the eigenproblem; returns numbers that show whether all is finite, after `_join_sums`."""
-        self.forget()
         self.receive()
         sent = self.here
         plain = sent.numbers.to(self.state.dtype)
@@ -120,11 +119,6 @@ class Pieces(ABC):
         self.observed = Observed(total, squares, problem)
         self.iterates = problem.route == "gram" and dtype in TOLERANCE and iteration_pays(problem.size, self.rank)
         return checks
-
-    def forget(self) -> None:
-        """Give up what another piece has seen: while a graph is captured, its memory is there for this one."""
-        for name in ("seen", "observed", "block"):
-            self.__dict__.pop(name, None)
 
     def _join_sums(self) -> None:
         """Wait for sums and squares of the gradients."""
