@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slangvi.linalg.products import own_products
 from slangvi.types import Routes
 
 __all__ = ["CACHE_BYTES", "CHUNK_BYTES", "Block", "Formed", "add_entries", "add_product"]
@@ -125,7 +126,7 @@ class Formed(Block):
 
     def gram(self) -> Tensor:
         """(R, R)."""
-        return self.rows @ self.rows.mT
+        return own_products(self.rows)
 
     def mm(self, rows: Tensor) -> Tensor:
         """(R, K)."""

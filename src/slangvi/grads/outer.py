@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slangvi.grads.base import CACHE_BYTES, CHUNK_BYTES, Block, add_entries, add_product
+from slangvi.linalg.products import own_products
 
 __all__ = ["Outer"]
 
@@ -109,8 +110,7 @@ class Outer(Block):
 
     def inputs_gram(self) -> Tensor:
         """With one position: aaᵀ in each group, (G, R/S, R/S)."""
-        right = _by_group(self.right)
-        return right @ right.mT
+        return own_products(_by_group(self.right))
 
     def gram_with(self, inputs: Tensor, onto: Tensor | None = None) -> Tensor:
         """With one position: Σ_g δδᵀ ∘ inputs, the latter repeated for draws that share them, (R, R).
@@ -118,7 +118,7 @@ class Outer(Block):
         With one group it can be added to another matrix, without a pass of its own.
         """
         R, left = self.num_rows, _by_group(self.left)
-        product, repeated = self._by_draw(left @ left.mT, self.copies), self._by_draw(inputs, 1)
+        product, repeated = self._by_draw(own_products(left), self.copies), self._by_draw(inputs, 1)
         if onto is not None:
             add_entries(self._by_draw(onto[None], self.copies), product, repeated)
             return onto
