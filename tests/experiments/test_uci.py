@@ -334,7 +334,9 @@ def test_a_recipe_is_what_the_learner_is_given(name, monkeypatch):
     job, _ = task(**uci_stability._plain(recipe))
     LEARNERS["slang_1"](job)
     assert seen["precision_warmup"] is recipe.precision_warmup
-    starts = [30.0 * float(n) for n in job.num_data]  # Nτ
+    assert seen["temperature"] == recipe.temperature
+    assert torch.equal(seen["prior_precision"], task()[0].prior.precision / recipe.temperature)
+    starts = [30.0 * float(n) / recipe.temperature for n in job.num_data]  # Nτ
     assert seen["init_precision"] == (starts if recipe.init_precision == "curvature" else recipe.init_precision)
     for rate in ("lr", "precision_lr"):
         falls, expected = isinstance(seen[rate], Cosine), getattr(recipe, rate)
@@ -346,5 +348,6 @@ def test_slow_is_what_the_table_uses():
     common, recipe = uci.chosen(Settings()), uci_stability.RECIPES["slow"]
     names = ("lr", "precision_lr", "init_precision", "precision_warmup")
     assert tuple(common[name] for name in names) == recipe[:4]
-    assert recipe[4:] == (FALLS[:2], common["total"], common["noise_start"])  # what falls is the learner's default
+    assert recipe[4:7] == (FALLS[:2], common["total"], common["noise_start"])  # what falls is the learner's default
     assert uci_stability._plain(recipe)["noise_fall"] == common["noise_fall"]
+    assert recipe.temperature == common.get("temperature", 1.0)

@@ -45,7 +45,7 @@ class Alone:
             precision_warmup=settings["precision_warmup"],
             prior_precision=task.prior.precision[0],
             mc_samples=settings["mc_samples"],
-            init_precision=settings["init_precision"] / task.temperature,
+            init_precision=task.init_precision,
             temperature=task.temperature,
             model=task.model,
             compile=task.device.type == "cuda",

@@ -67,6 +67,7 @@ class LowRank:
             prior_precision=task.prior.precision,
             mc_samples=settings["mc_samples"],
             init_precision=task.init_precision,
+            temperature=task.temperature,
             constants=task.noise,
             model=task.model,
             compile=task.device.type == "cuda",

@@ -124,9 +124,11 @@ class Task:
 
     @property
     def init_precision(self) -> float | list[float]:
-        """The diagonal at the start; "curvature" is Nτ, what all examples say of an output, for each network."""
+        """The diagonal at the start, over T; "curvature" is Nτ, what all examples say of an output, for each one."""
         own = self.settings["init_precision"]
-        return (self.num_data * self.tau.cpu()).tolist() if own == "curvature" else float(own)
+        if own == "curvature":
+            return (self.num_data * self.tau.cpu() / self.temperature).tolist()
+        return float(own) / self.temperature
 
     @property
     def _share(self) -> float:

@@ -35,6 +35,7 @@ class Recipe(NamedTuple):
         falls: which rates fall along a half cosine.
         total: what α may add up to; both rates are smaller where it would be more.
         noise_start: noise precision at the start, at most; None for the likelihood's own from the first step.
+        temperature: of a posterior p(θ | data)^(1/temperature).
     """
 
     lr: float
@@ -44,6 +45,7 @@ class Recipe(NamedTuple):
     falls: tuple[str, ...]
     total: float | None = None
     noise_start: float | None = None
+    temperature: float = 1.0
 
 
 BOTH = ("lr", "precision_lr")
@@ -59,6 +61,7 @@ RECIPES = {
     "even": Recipe(0.1, 0.1 / 3, 10.0, True, BOTH, 130.0),
     "noise_falls": Recipe(0.1, 0.1 / 3, 10.0, True, BOTH, 130.0, uci.NOISE_START),
     "slow": Recipe(uci.LR, "slow", "curvature", False, BOTH, uci.TOTAL, uci.NOISE_START),
+    "tempered": Recipe(uci.LR, "slow", "curvature", False, BOTH, uci.TOTAL, uci.NOISE_START, 0.2),
 }
 # What stands for a number that depends on the run.
 SHOWN = {"slow": "10/T", "curvature": "Nτ"}
@@ -97,6 +100,10 @@ recipe has random numbers of its own, what they differ by is chance.
 precision starts at what all examples would say of an output, $d_0 = N\\tau$, and learns with $\\beta = 10/T$. Draws
 are close and steps short at first without a warm-up, so that neither the mean nor the precision can outrun the other,
 and $\\alpha$ may be four times as large: it adds up to {uci.TOTAL:g}, and is never above {uci.LR}.
+
+`tempered` is the same with a cold posterior: likelihood and prior are raised to the power 5, a temperature of 0.2. RMSE
+is lower on all four sets, and the log-likelihood better on all but Boston. On two held-out parts of Naval, which is not
+in these tables, the log-likelihood rose from 4.727 to 4.757. The table above does not use it yet.
 """
 
 
@@ -120,8 +127,13 @@ def plan(common: dict[str, Any], datasets: tuple[str, ...], methods: tuple[str, 
 def _plain(recipe: Recipe) -> dict[str, Any]:
     """As JSON can hold it."""
     plain = recipe._asdict() | {"falls": list(recipe.falls)}
-    start = plain.pop("noise_start")
-    return plain if start is None else plain | {"noise_start": start, "noise_fall": uci.NOISE_FALL}
+    if plain["noise_start"] is None:
+        del plain["noise_start"]
+    else:
+        plain["noise_fall"] = uci.NOISE_FALL
+    if plain["temperature"] == 1.0:
+        del plain["temperature"]
+    return plain
 
 
 def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome:
@@ -152,9 +164,10 @@ def _table(rows: list[Row]) -> str:
         cells = [name, *(_shown(value, recipe.total is not None) for value in recipe[:2])]
         cells.append(_shown(recipe.init_precision))
         cells += ["✓" if recipe.precision_warmup else "", falls, "✓" if recipe.noise_start else ""]
+        cells.append(f"{recipe.temperature:g}")
         cells += [f"{value:.3f}" for value in (error.mean, error.median, error.worst)]
         lines.append([*cells, f"{error.worst / error.median:.1f}", f"{fit.mean:.3f}"])
-    header = [_pages.DATASETS[rows[0].dataset], "α", "β", "d₀", "warm", "fall", "noise falls"]
+    header = [_pages.DATASETS[rows[0].dataset], "α", "β", "d₀", "warm", "fall", "noise falls", "temperature"]
     return _pages.markdown([*header, "RMSE", "median", "worst", "worst/median", "log-likelihood"], lines)
 
 
