@@ -74,21 +74,6 @@ def test_contract_is_the_product_with_the_transpose(size):
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("shape", [(3, 5), (257, 40), (1, 300, 40), (2, 300, 4), (0, 5), (256, 0)])
-def test_rows_are_multiplied_with_each_other(shape, turned, generator):
-    rows = torch.randn(*shape, dtype=torch.float64, generator=generator)
-    rows = rows.mT.contiguous().mT if turned else rows
-    expected = torch.einsum("...in,...jn->...ij", rows, rows)
-    for found in (
-        products.own_products(rows),
-        products.own_products(rows.clone().requires_grad_()).detach(),
-        torch.func.vmap(products.own_products)(rows.unsqueeze(0)).squeeze(0),
-        plain(products.own_products(on_gpu(rows))),
-    ):
-        torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_mix_and_sums_are_products_and_sums(rank, batch):

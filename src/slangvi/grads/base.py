@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slangvi.linalg.products import own_products
 from slangvi.types import Routes
 
-__all__ = ["CACHE_BYTES", "CHUNK_BYTES", "Block", "Formed", "add_entries", "add_product"]
+__all__ = ["CACHE_BYTES", "CHUNK_BYTES", "Block", "Formed", "add_entries", "add_product", "own_products"]
 
 # Largest temporary a chunked product may take, where nothing else is said.
 CHUNK_BYTES = Routes().chunk_bytes
 # On a CPU, temporaries that are used twice in a row should still be in its cache the second time.
 CACHE_BYTES = 1 << 21
+# So many rows from which on a CPU multiplies them with each other in halves.
+_MANY = 256
 
 
 class Block(ABC):
@@ -175,3 +176,17 @@ def add_product(onto: Tensor, a: Tensor, b: Tensor) -> None:
         onto.addmm_(a, b)
     else:
         onto.baddbmm_(a, b)
+
+
+def own_products(rows: Tensor) -> Tensor:
+    """Inner products of rows with each other, (..., K, n) → (..., K, K); a CPU copies a quarter of them."""
+    count, single = rows.shape[-2], rows.shape[:-2].numel() == 1
+    watched = rows.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(rows)
+    if rows.device.type != "cpu" or watched or not single or count < _MANY:
+        return rows @ rows.mT
+    matrix, half = rows.flatten(0, -2), count // 2
+    found = rows.new_empty(count, count)
+    torch.mm(matrix, matrix[:half].mT, out=found[:, :half])
+    torch.mm(matrix[half:], matrix[half:].mT, out=found[half:, half:])
+    found[:half, half:] = found[half:, :half].mT
+    return found.view(*rows.shape[:-1], count)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slangvi.grads.base import CACHE_BYTES, CHUNK_BYTES, Block, add_entries, add_product
-from slangvi.linalg.products import own_products
+from slangvi.grads.base import CACHE_BYTES, CHUNK_BYTES, Block, add_entries, add_product, own_products
 
 __all__ = ["Outer"]
 

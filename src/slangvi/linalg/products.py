@@ -21,7 +21,6 @@ __all__ = [
     "less",
     "lift",
     "mix",
-    "own_products",
     "product",
     "sums",
     "times",
@@ -36,8 +35,6 @@ _BLOCKS_AT_ONCE = 64
 _MOST_PARTS = 128
 # From this length on rows are squared one after the other.
 _WIDE = 8000
-# So many rows from which on a CPU multiplies them with each other in halves.
-_MANY = 256
 # Entries of long rows that one block of a GPU multiplies.
 _CHUNK = 1 << 10
 
@@ -148,19 +145,6 @@ def _in_blocks(rows: Tensor, others: Tensor, block: int) -> Tensor:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Matrices or batches of them multiplied, without the reshaping that matmul does to a batch first."""
     return torch.bmm(a, b) if a.ndim == 3 == b.ndim and len(a) == len(b) else a @ b
-
-
-def own_products(rows: Tensor) -> Tensor:
-    """Inner products of rows with each other, (..., K, n) → (..., K, K); a CPU copies a quarter of them."""
-    count = rows.shape[-2]
-    if rows.device.type != "cpu" or rows.shape[:-2].numel() != 1 or count < _MANY or not is_plain(rows):
-        return rows @ rows.mT
-    matrix, half = rows.flatten(0, -2), count // 2
-    found = rows.new_empty(count, count)
-    torch.mm(matrix, matrix[:half].mT, out=found[:, :half])
-    torch.mm(matrix[half:], matrix[half:].mT, out=found[half:, half:])
-    found[:half, half:] = found[half:, :half].mT
-    return found.view(*rows.shape[:-1], count)
 
 
 def against(rows: Tensor, vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
