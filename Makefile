@@ -62,7 +62,7 @@ unit: $(STAMP) ## tests and doctests, two workers
 	@echo "--> pytest"
 	@$(BIN)/python -m pytest -q -n 2 -m "not slow" $(PYTEST_ARGS)
 
-coverage: PYTEST_ARGS += --cov --cov-report=term --cov-fail-under=95
+coverage: override PYTEST_ARGS += --cov --cov-report=term --cov-fail-under=95
 coverage: unit ## the same, and coverage of src must reach 95 %; takes half as long again
 
 # The list is complete and nothing else is resolved, so that no peer can bring another torch.
