@@ -13,7 +13,7 @@ from slangvi.experiments._results import read_rows
 from slangvi.experiments._runner import Progress
 from slangvi.experiments._settings import Settings, choose
 from slangvi.experiments._uci_cells import METRICS, SETS, settings_of
-from slangvi.experiments._uci_pages import said, table
+from slangvi.experiments._uci_pages import Paper, said, table
 from slangvi.experiments._uci_tables import run_table
 from slangvi.experiments.paper import printed
 
@@ -22,10 +22,12 @@ __all__ = ["DATASETS", "METHODS", "run", "section"]
 NAME = "uci"
 TITLE = "Regression with networks (UCI)"
 DATASETS = tuple(SETS)
-METHODS = ("slang_1", "slang_8", "slang_32", "bbb", "mc_dropout", "ensemble_5")
+METHODS = ("slang_1", "slang_1_cold", "slang_8", "slang_32", "bbb", "mc_dropout", "ensemble_5")
 SPLITS = 20
 # Methods that take τ and λ from another one's search, so that they differ from it by their rank alone.
 BORROWERS = {"slang_8": "slang_1", "slang_32": "slang_1", "online_eig_1": "slang_1"}
+# Methods that are another one with other settings; the paper's number is that of the other one.
+VARIANTS = {"slang_1_cold": {"learner": "slang_1", "temperature": 0.2}}
 COLUMNS = (*METRICS, "log_tau", "log_lambda")
 # Raised when the same settings would give other numbers.
 EDITION = 2
@@ -106,6 +108,7 @@ def plan(
 def _cell(common: dict[str, Any], dataset: str, method: str, lending: dict[str, Any]) -> Cell:
     foreign = OF_ADAM if method.startswith(("slang", "online_eig")) else OF_SLANG
     own = {name: value for name, value in common.items() if name not in foreign}
+    own |= VARIANTS.get(method, {})
     settings, work, cost = settings_of(dataset, own), "slangvi.experiments._uci_cells:", _cost(dataset, method)
     if method not in BORROWERS:
         return Cell(NAME, dataset, method, settings, work + "compute_cell", cost)
@@ -132,9 +135,21 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
 # ---- the page
 
 
+def _paper() -> Paper:
+    """The paper's numbers, those of a method beside its variants too."""
+    known = printed(NAME)
+    lent = {
+        (dataset, metric, name): number
+        for name, own in VARIANTS.items()
+        for (dataset, metric, method), number in known.items()
+        if method == own["learner"]
+    }
+    return {**known, **lent}
+
+
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the pictures it wrote."""
-    rows, paper = read_rows(results / f"{NAME}.csv"), printed(NAME)
+    rows, paper = read_rows(results / f"{NAME}.csv"), _paper()
     parts = [ABOUT, _pages.made_by(results / f"{NAME}.json")]
     for metric in METRICS:
         parts.append(f"### {_pages.METRICS[metric]}\n")
