@@ -14,7 +14,7 @@ import regressing
 from slangvi import online_eig, replicas, slang
 from slangvi.data import standardise
 from slangvi.experiments import _uci_cells, uci, uci_stability
-from slangvi.experiments._cells import Attempt, Stopped
+from slangvi.experiments._cells import Attempt, Stopped, write
 from slangvi.experiments._learners import LEARNERS
 from slangvi.experiments._regression import batches, network, scores, side_by_side, starts
 from slangvi.experiments._results import Row, read_rows
@@ -162,6 +162,28 @@ def test_higher_ranks_take_noise_and_prior_from_rank_one(settings):
     assert not np.array_equal(lender["test_rmse"], borrower["test_rmse"])
     assert "search_values" in lender
     assert "search_values" not in borrower
+
+
+def test_a_cold_posterior_is_the_same_method_with_a_search_of_its_own(settings):
+    warm, cold = uci.plan(uci.chosen(settings), ["yacht"], ["slang_1", "slang_1_cold"])
+    assert cold.settings == {**warm.settings, "learner": "slang_1", "temperature": uci.COLD}
+    rows = uci.run(replace(settings, datasets=("yacht",), methods=("slang_1", "slang_1_cold"))).rows
+    assert [row.method for row in rows] == ["slang_1", "slang_1_cold"] * 2
+    assert rows[0].mean != rows[1].mean
+    text, _ = uci.section(settings.out, settings.out)
+    lines = [line for line in text.splitlines() if line.startswith("| Yacht, slang_1")]
+    assert all("1.08 ± 0.06" in line for line in lines[:2])
+    assert all("-1.88 ± 0.01" in line for line in lines[2:])
+    assert len(lines) == 4
+
+
+def test_a_search_goes_on_from_what_was_found_elsewhere(settings):
+    (cell,) = uci.plan(uci.chosen(settings), ["yacht"], ["slang_1_cold"])
+    whole = _uci_cells.compute_cell(cell, Attempt(cell, settings.out / "a", lambda done, steps: False))
+    first = {"points": whole["search_points"][:2], "values": whole["search_values"][:2], "round": np.array(-1)}
+    write(cell.partial_path(settings.out / "b"), first, {"seconds": 1.0})
+    resumed = _uci_cells.compute_cell(cell, Attempt(cell, settings.out / "b", lambda done, steps: False))
+    assert all(np.array_equal(whole[name], resumed[name]) for name in whole)
 
 
 @pytest.mark.parametrize("method", ["slang_1", "mc_dropout"])

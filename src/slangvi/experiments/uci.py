@@ -26,8 +26,10 @@ METHODS = ("slang_1", "slang_1_cold", "slang_8", "slang_32", "bbb", "mc_dropout"
 SPLITS = 20
 # Methods that take τ and λ from another one's search, so that they differ from it by their rank alone.
 BORROWERS = {"slang_8": "slang_1", "slang_32": "slang_1", "online_eig_1": "slang_1"}
+# Temperature of a cold posterior.
+COLD = 0.2
 # Methods that are another one with other settings; the paper's number is that of the other one.
-VARIANTS = {"slang_1_cold": {"learner": "slang_1", "temperature": 0.2}}
+VARIANTS = {"slang_1_cold": {"learner": "slang_1", "temperature": COLD}}
 COLUMNS = (*METRICS, "log_tau", "log_lambda")
 # Raised when the same settings would give other numbers.
 EDITION = 2
@@ -53,6 +55,8 @@ networks move by the same $\\sum_t \\alpha_t \\le {TOTAL:g}$, and the precision 
 makes it and the estimators have it: it begins at $d_0 = N\\tau$, without a warm-up. The noise precision begins at
 {NOISE_START:g} at most, on standardised targets, and is the searched one after the first {NOISE_FALL:.0%} of all steps;
 that concerns Energy and Yacht, whose τ is larger. The others' Adam begins at {ADAM_LR}.
+`slang_1_cold` has the same rates and a cold posterior, $p(\\theta \\mid \\text{{data}})^{{1/T}}$ with $T = {COLD}$ on
+all sets: likelihood, prior and the precision at the start count five times. Its τ and λ are searched for it.
 `slang_8`, `slang_32` and `ensemble_5` (five networks, maximum a posteriori) are not in the paper; the first two take τ
 and λ from the search of `slang_1` and differ from it by their rank alone.
 
