@@ -18,6 +18,7 @@ from reference import DenseState, dense_step
 from slangvi import replicas, slang
 from slangvi._steps import Prior, Rate
 from slangvi.grads import DenseGradients
+from slangvi.linalg import columns
 
 NUM_DATA = 50
 
@@ -180,6 +181,34 @@ def test_rank_zero_is_the_diagonal_recursion():
     assert info.spectrum.shape == (0,)
     assert info.rank_used == 0
     assert info.captured == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("R", [4, 20], ids=["gram", "parameters"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_columns_in_parts_give_the_step_of_the_dense_oracle(monkeypatch, grouped, R, dtype):
+    monkeypatch.setattr(columns, "_PART", 5)
+    monkeypatch.setattr(columns, "_MANY", 6)
+    source = torch.Generator().manual_seed(0)
+    state = slang.init({"a": torch.zeros(4, dtype=dtype), "b": torch.zeros(8, dtype=dtype)}, 2)
+    prior = Prior(torch.full((12,), 0.5, dtype=dtype), torch.ones(12, dtype=dtype))
+    rates = ([0.1, 0.2], [0.3, 0.05]) if grouped else ([0.1, 0.1], [0.3, 0.3])
+    lr, beta = (Rate.of(rate, state.spec, state.loc) for rate in rates)
+    dense, tolerance = dense_start(state), 1e-10 if dtype is torch.float64 else 1e-4
+    for _ in range(3):
+        rows = torch.randn(R, 12, generator=source, dtype=torch.float64).to(dtype)
+        gradients = DenseGradients.from_rows(rows, state.spec.numels)
+        trace = (1 - beta.value) * state.prec_factor.square().sum(0) + beta.value * 9 / R * rows.square().sum(0)
+        state, info = slang.update(state, gradients, num_data=9, prior=prior, lr=lr, precision_lr=beta, momentum=0.5)
+        values = (lr.value, beta.value, 0.5, 1.0, 0.5)
+        dense = dense_step(dense, rows.double(), 2, 9, *values)
+        torch.testing.assert_close(state.loc.double(), dense.loc, rtol=tolerance, atol=tolerance)
+        low = state.prec_factor.T @ state.prec_factor
+        torch.testing.assert_close(low.double(), dense.low, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(state.prec_diag.double(), dense.diag, rtol=tolerance, atol=tolerance)
+        assert float(info.total) == pytest.approx(float(trace.sum()), rel=tolerance)
+        assert 0.0 <= float(info.clipped) < tolerance
+        assert math.copysign(1.0, float(info.clipped)) == 1.0
 
 
 def test_one_rate_per_tensor_scales_rows_and_columns():

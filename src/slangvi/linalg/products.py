@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from slangvi.linalg.room import room
+
 __all__ = [
     "LONG",
     "against",
@@ -55,7 +57,7 @@ def gram_float64(rows: Tensor, diag: Tensor | None = None) -> Tensor:
     """
     plain = rows.is_cuda or (is_plain(rows) and (diag is None or is_plain(diag)))
     if is_long(rows) and plain:
-        return _gram_of_long_rows(rows, None if diag is None else diag.rsqrt())
+        return _gram_of_long_rows(rows, diag)
     weights = None if diag is None else diag.to(torch.float64).rsqrt().unsqueeze(-2)
     double = rows.to(torch.float64) if weights is None else rows * weights
     return product(double, double.mT)
@@ -66,19 +68,19 @@ def is_long(rows: Tensor) -> bool:
     return rows.ndim == 2 and rows.dtype is torch.float32 and rows.shape[-1] >= LONG
 
 
-def _gram_of_long_rows(rows: Tensor, weights: Tensor | None) -> Tensor:
+def _gram_of_long_rows(rows: Tensor, diag: Tensor | None) -> Tensor:
     if rows.device.type == "cuda":
-        scaled = rows if weights is None else rows * weights
+        scaled = rows if diag is None else rows * diag.rsqrt()
         return contract(scaled, scaled, torch.float64)
     rank, size = rows.shape
     width = max(_BLOCKS_AT_ONCE, -(-size // (_MOST_PARTS * _BLOCK))) * _BLOCK
     total = rows.new_zeros(rank, rank, dtype=torch.float64)
-    scratch = rows.new_empty(0 if weights is None else rank * min(width, size))
+    scratch = rows.new_empty(0 if diag is None else rank * min(width, size))
     for start in range(0, size, width):
         part = rows[:, start : start + width]
-        if weights is not None:
+        if diag is not None:
             space = scratch[: part.numel()].view(part.shape)
-            part = torch.mul(part, weights[start : start + width], out=space)
+            part = torch.mul(part, diag[start : start + width].rsqrt(), out=space)
         total += _in_blocks(part, part, _BLOCK)
     return total
 
@@ -161,16 +163,21 @@ def against(rows: Tensor, vector: Tensor, dtype: torch.dtype | None = None) -> T
 
 
 def sums(*vectors: Tensor) -> Tensor:
-    """The sum of each vector (..., P), (..., K); short ones of one dtype are added in one go, and so does a GPU."""
-    alike = all(vector.dtype == vectors[0].dtype for vector in vectors)
-    if alike and (vectors[0].device.type == "cuda" or vectors[0].numel() < LONG):
+    """The sum of each vector (..., P), (..., K); short ones that are alike are added in one go, and so does a GPU."""
+    first = vectors[0]
+    alike = all(vector.dtype == first.dtype and vector.shape == first.shape for vector in vectors)
+    if alike and (first.device.type == "cuda" or first.numel() < LONG):
         return torch.stack(vectors, -2).sum(-1)
     return torch.stack([vector.sum(-1) for vector in vectors], -1)
 
 
 def mix(weights: Tensor, rows: Tensor) -> Tensor:
     """Rows combined with weights, (..., K, L) and (..., L, P) → (..., K, P); an outer product is no work for a GEMM."""
-    return weights * rows if rows.shape[-2] == 1 else product(weights, rows)
+    if rows.shape[-2] == 1:
+        return weights * rows
+    if rows.ndim == weights.ndim == 2 and is_plain(rows) and is_plain(weights):
+        return torch.mm(weights, rows, out=room((len(weights), rows.shape[1]), rows))
+    return product(weights, rows)
 
 
 def times(x: Tensor, weight: float | Tensor, dtype: torch.dtype, onto: Tensor | None = None) -> Tensor:

@@ -33,7 +33,17 @@ from slangvi.linalg.subspace import OVERSAMPLING, projected, ritz, sharpened, st
 from slangvi.linalg.tracking import first_rounds, tracked, tracking_pays
 from slangvi.types import GradientOperator
 
-__all__ = ["Problem", "Route", "Solved", "TopFactor", "averaged_diagonal", "choose_route", "pairs_of", "top_factor"]
+__all__ = [
+    "Averaged",
+    "Problem",
+    "Route",
+    "Solved",
+    "TopFactor",
+    "averaged_diagonal",
+    "choose_route",
+    "pairs_of",
+    "top_factor",
+]
 
 Route = Literal["gram", "randomized", "parameters"]
 _Weighed = tuple[Tensor, float | Tensor]
@@ -175,11 +185,16 @@ class Problem:
         missing = self.factor.shape[-2] - new.shape[-2]
         return F.pad(new, (0, 0, 0, missing)) if missing else new
 
-    def diagonal(self) -> Tensor:
-        """The diagonal of A, float64, (..., P)."""
+    def diagonal(self) -> Averaged | Tensor:
+        """The diagonal of A, float64, (..., P), where it is at hand; else what `averaged_diagonal` makes it from."""
         if self.route == "parameters" and self.factor.shape[-2] and self.factor.dtype == torch.float64:
             return self.matrix.diagonal(dim1=-2, dim2=-1)  # without a factor the matrix is not needed
-        return averaged_diagonal(column_squares(self.factor), self.gradients.square_sum(), self.keep, self.gain)
+        return Averaged(self.factor, self.gradients.square_sum(), *self.weights)
+
+    @property
+    def weights(self) -> tuple[float | Tensor, float | Tensor]:
+        """What UUᵀ and GᵀG count for, a and b."""
+        return self.keep, self.gain
 
     def solve(self) -> Solved:
         """U⁺ with U⁺U⁺ᵀ the best approximation; its rows need not be single eigenvectors."""
@@ -298,18 +313,28 @@ def choose_route(factor: Tensor, gradients: GradientOperator) -> Route:
     return "randomized" if pays or wish == "randomized" else "gram"
 
 
-def averaged_diagonal(old: Tensor, fresh: Tensor, keep: float | Tensor, gain: float | Tensor) -> Tensor:
-    """a·diag UUᵀ + b·diag GᵀG in float64, (..., P).
-
-    What is left of it beside U⁺ may be far smaller, and a rounding that is alike at every step would add up.
+class Averaged(NamedTuple):
+    """What the diagonal of A is made from.
 
     Args:
-        old: diagonal of UUᵀ, (..., P).
+        old: U by rows, (..., L, P), or the diagonal of UUᵀ, (..., P).
         fresh: diagonal of GᵀG, (..., P).
         keep: a.
         gain: b.
     """
-    kept = _doubled(old, keep)
+
+    old: Tensor
+    fresh: Tensor
+    keep: float | Tensor
+    gain: float | Tensor
+
+
+def averaged_diagonal(old: Tensor, fresh: Tensor, keep: float | Tensor, gain: float | Tensor) -> Tensor:
+    """a·diag UUᵀ + b·diag GᵀG in float64, (..., P); arguments as in `Averaged`.
+
+    What is left of it beside U⁺ may be far smaller, and a rounding that is alike at every step would add up.
+    """
+    kept = _doubled(column_squares(old) if old.ndim > fresh.ndim else old, keep)
     return torch.addcmul(kept, fresh, _double(gain)) if isinstance(gain, Tensor) else kept + _doubled(fresh, gain)
 
 

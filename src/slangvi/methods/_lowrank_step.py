@@ -14,9 +14,10 @@ from torch import Tensor
 
 from slangvi._steps import Prior, lerp, mean_gradient
 from slangvi.linalg import Problem, Route, choose_route
+from slangvi.linalg.columns import by_columns, in_parts
 from slangvi.linalg.products import column_squares, is_plain, sums
 from slangvi.linalg.small import factorize_batch
-from slangvi.linalg.topk import averaged_diagonal
+from slangvi.linalg.topk import Averaged, averaged_diagonal
 from slangvi.types import GradientOperator
 
 __all__ = [
@@ -152,9 +153,10 @@ class Widened(NamedTuple):
 
     Args:
         precision: U⁺U⁺ᵀ + diag d⁺, factorised: a `LowRankPrecision`, or what `factorize_batch` makes of a batch.
-        whole_diag: diagonal of (1−β)UUᵀ + βĜ, (P,).
-        correction: what rounding would have made of d⁺ less than what d⁺ is, negative where it was too small, (P,).
-        squares: Σ_l (u⁺_l)², where it was worked out, (P,).
+        whole_diag: diagonal of (1−β)UUᵀ + βĜ, (P,), or sums over parts of it, (K,).
+        correction: what rounding would have made of d⁺ less than what d⁺ is, negative where it was too small, (P,), or
+            sums over parts of what is negative, (K,).
+        squares: Σ_l (u⁺_l)², where it was kept, (P,).
     """
 
     precision: Any
@@ -174,22 +176,41 @@ def widen(
 ) -> Widened:
     """The covariance half of `propose`; Σ_l u_l² of the old factor can be given when it is known."""
     problem = observed.problem
-    old_squares = column_squares(problem.factor) if old_squares is None else old_squares
-    diag_A = averaged_diagonal(old_squares, observed.squares, problem.keep, problem.gain)
-    return widen_by(diag, problem.solution(values, vectors), diag_A, prior, rates)
+    source = Averaged(problem.factor if old_squares is None else old_squares, observed.squares, *problem.weights)
+    return widen_by(diag, problem.solution(values, vectors), source, prior, rates)
 
 
-def widen_by(diag: Tensor, factor: Tensor, whole_diag: Tensor, prior: Prior, rates: Rates) -> Widened:
-    """The same from U⁺, (..., L, P), and the diagonal of (1−β)UUᵀ + βĜ, float64, (..., P).
+def widen_by(diag: Tensor, factor: Tensor, source: Averaged | Tensor, prior: Prior, rates: Rates) -> Widened:
+    """The same from U⁺, (..., L, P), and the diagonal of (1−β)UUᵀ + βĜ, float64, (..., P), or what it is made from."""
+    columns = (diag, factor, prior.precision, rates.precision_lr)
+    columns += tuple(source) if isinstance(source, Averaged) else (source,)
+    if in_parts(*columns):
+        new_diag, *sums = by_columns(_summed, *columns)
+        return Widened(factorize_batch(factor, new_diag), *sums)
+    new_diag, whole_diag, correction, squares = _widened(*columns)
+    return Widened(factorize_batch(factor, new_diag), whole_diag, correction, squares)
 
-    What U⁺ does not hold of that diagonal is added as it is, with the sign that rounding may give it: the next step has
+
+def _widened(
+    diag: Tensor, factor: Tensor, prior_precision: Tensor, precision_lr: float | Tensor, *source: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """d⁺, the whole diagonal, the correction and the squares, as in `Widened`, for some columns or all.
+
+    What U⁺ does not hold of the diagonal is added as it is, with the sign that rounding may give it: the next step has
     the same rounding of U⁺ with the other sign. Without it the positive half would add up to more than d itself.
     """
+    whole_diag = averaged_diagonal(*source) if len(source) > 1 else source[0]
     squares = column_squares(factor)
-    base = lerp(diag, prior.precision, rates.precision_lr)
+    base = lerp(diag, prior_precision, precision_lr)
     whole = (whole_diag - squares).add_(base)
-    new_diag = _larger(whole, torch.minimum(base, prior.precision))
-    return Widened(factorize_batch(factor, new_diag), whole_diag, whole.sub_(new_diag), squares)
+    new_diag = _larger(whole, torch.minimum(base, prior_precision))
+    return new_diag, whole_diag, whole.sub_(new_diag), squares
+
+
+def _summed(*columns: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with sums in place of the diagonal and of the correction."""
+    new_diag, whole_diag, correction, _ = _widened(*columns)
+    return new_diag, whole_diag.sum(), correction.clamp_max_(0).sum()
 
 
 def _larger(whole: Tensor, bound: Tensor) -> Tensor:
@@ -200,9 +221,11 @@ def _larger(whole: Tensor, bound: Tensor) -> Tensor:
 
 
 def moved(loc: Tensor, lr: float | Tensor, direction: Tensor) -> Tensor:
-    """μ − α·direction, in one pass."""
+    """μ − α·direction, in one pass; a direction that nobody watches makes room for it."""
     if isinstance(lr, Tensor):
         return torch.addcmul(loc, lr.to(loc.dtype), direction, value=-1)  # vmap would promote the result
+    if is_plain(loc) and is_plain(direction):
+        return torch.sub(loc, direction, alpha=lr, out=direction)
     return torch.sub(loc, direction, alpha=lr)
 
 
@@ -219,6 +242,20 @@ def shift(
     return shift_by(loc, momentum, observed.total, widened, weight, prior, rates)
 
 
+def _gradient(
+    loc: Tensor,
+    momentum: Tensor,
+    total: Tensor,
+    weight: float | Tensor,
+    prior_precision: Tensor,
+    prior_mean: Tensor,
+    decay: float | Tensor,
+    correction: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """m⁺ and the gradient of the mean, for some columns or all."""
+    return mean_gradient(loc, momentum, total, weight, Prior(prior_precision, prior_mean), decay, correction)
+
+
 def shift_by(
     loc: Tensor,
     momentum: Tensor,
@@ -230,7 +267,8 @@ def shift_by(
 ) -> Proposed:
     """The same from Σ_r g_r, (..., P)."""
     precision = widened.precision
-    average, gradient = mean_gradient(loc, momentum, total, weight, prior, rates.momentum, rates.correction)
+    given = (total, weight, prior.precision, prior.mean, rates.momentum, rates.correction)
+    average, gradient = by_columns(_gradient, loc, momentum, *given)
     new_loc = moved(loc, rates.lr, precision.solve(gradient))
-    told = sums(widened.whole_diag, (-widened.correction).clamp_min(0), new_loc, precision.diag)
+    told = sums(widened.whole_diag, (0.0 - widened.correction).clamp_min(0), new_loc, precision.diag)
     return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)

@@ -84,8 +84,9 @@ def update(
     beta = precision_lr or lr
     rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, debiasing(momentum, step, ages))
     problem, total = eigenproblem(state.prec_factor, gradients, weight, rates), gradients.sum()
-    whole_diag = problem.diagonal()
-    if not math.isfinite(total.sum() + whole_diag.sum()):
+    diagonal = problem.diagonal()
+    fresh = diagonal if isinstance(diagonal, Tensor) else diagonal.fresh
+    if not math.isfinite(total.sum() + fresh.sum()):
         require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, gradients.square_sum())
     try:
         solved = problem.solve()
@@ -94,7 +95,7 @@ def update(
             f"step {step}: the curvature of all parameters together is not finite. The state is unchanged. "
             + GRADIENT_REMEDY
         ) from error
-    widened = widen_by(state.prec_diag, solved.factor, whole_diag, prior, rates)
+    widened = widen_by(state.prec_diag, solved.factor, diagonal, prior, rates)
     new = shift_by(state.loc, state.momentum, total, widened, weight, prior, rates)
     if not math.isfinite(new.told.sum()):
         require_finite("the new precision", step, state.spec, STATE_REMEDY, new.prec_diag, new.prec_factor)

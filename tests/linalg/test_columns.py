@@ -1,0 +1,80 @@
+"""Columns in parts: the same numbers as all at once, for functions, solves and draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretending import on_gpu
+from slangvi.linalg import columns, factorize
+from slangvi.linalg.columns import by_columns, in_parts, sliced
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Parts of seven columns, from ten on."""
+    monkeypatch.setattr(columns, "_PART", 7)
+    monkeypatch.setattr(columns, "_MANY", 10)
+
+
+@given(size=st.integers(1, 60), part=st.integers(1, 20))
+def test_parts_cover_all_columns_once(size, part):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "_PART", part)
+        patch.setattr(columns, "_MANY", 1)
+        vector = torch.arange(float(size))
+        pieces = [piece for (piece,) in sliced(in_parts(vector), vector)]
+    assert torch.equal(torch.cat(pieces), vector)
+    assert all(len(piece) <= part for piece in pieces)
+
+
+@pytest.mark.parametrize("size", [9, 10, 14, 15])
+def test_results_are_those_of_all_columns(short, size, generator):
+    vector, rows = torch.rand(size, generator=generator), torch.rand(3, size, generator=generator)
+
+    def work(vector, rows, weight, offset):
+        return vector * rows.sum(0) + offset, (weight * vector).sum(), rows.square().sum(0).to(torch.float64)
+
+    found = by_columns(work, vector, rows, 0.5, torch.ones(1))
+    expected = work(vector, rows, 0.5, torch.ones(1))
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[2], expected[2])
+    assert found[2].dtype is torch.float64
+    torch.testing.assert_close(found[1].sum(), expected[1])
+
+
+def test_what_is_watched_batched_or_elsewhere_is_not_split(short):
+    vector = torch.ones(20)
+    assert len(in_parts(vector, torch.ones(2, 20))) == 3
+    assert in_parts(vector.clone().requires_grad_()) == []
+    assert in_parts(vector, torch.ones(2, 20, requires_grad=True)) == []
+    assert in_parts(torch.ones(2, 20)) == []
+    assert in_parts(on_gpu(vector)) == []
+    assert in_parts(torch.ones(())) == []
+    seen = []
+    torch.func.vmap(lambda x: seen.append(in_parts(x)) or x)(torch.ones(2, 20))
+    assert seen == [[]]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_solves_and_draws_are_those_of_all_columns(monkeypatch, rank, dtype):
+    source = torch.Generator().manual_seed(1)
+    factor = torch.randn(rank, 40, generator=source, dtype=torch.float64).mul_(3).to(dtype)
+    diag = (torch.rand(40, generator=source, dtype=torch.float64) + 0.1).to(dtype)
+    rhs, loc = (torch.randn(40, generator=source, dtype=torch.float64).to(dtype) for _ in range(2))
+
+    def results():
+        p, noise = factorize(factor, diag), torch.Generator().manual_seed(2)
+        return p.solve(rhs), p.sample((3,), noise), p.sample((2,), noise, loc)
+
+    whole = results()
+    monkeypatch.setattr(columns, "_PART", 7)
+    monkeypatch.setattr(columns, "_MANY", 10)
+    precision = factor.double().mT @ factor.double() + torch.diag(diag.double())
+    for found, expected in zip(results(), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5 if dtype is torch.float32 else 1e-12, atol=1e-6)
+    exact = torch.linalg.solve(precision, rhs.double())
+    torch.testing.assert_close(results()[0].double(), exact, rtol=0, atol=1e-5 if dtype is torch.float32 else 1e-12)
