@@ -10,6 +10,7 @@ import math
 import weakref
 from collections import Counter, defaultdict
 from threading import RLock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,8 @@ class _Shelf:
             self.used[size] += 1
             waiting = self.waiting[size]
             piece = waiting.pop() if waiting else torch.empty(size, dtype=torch.uint8, device="cpu")
-        loan = memoryview(piece.numpy())
+        array: Any = piece.numpy()
+        loan = memoryview(array)
         weakref.finalize(loan, self._give_back, size, piece).atexit = False
         return loan
 

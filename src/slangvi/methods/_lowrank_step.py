@@ -182,8 +182,8 @@ def widen(
 
 def widen_by(diag: Tensor, factor: Tensor, source: Averaged | Tensor, prior: Prior, rates: Rates) -> Widened:
     """The same from U⁺, (..., L, P), and the diagonal of (1−β)UUᵀ + βĜ, float64, (..., P), or what it is made from."""
-    columns = (diag, factor, prior.precision, rates.precision_lr)
-    columns += tuple(source) if isinstance(source, Averaged) else (source,)
+    columns: tuple[Any, ...] = (diag, factor, prior.precision, rates.precision_lr)
+    columns += source if isinstance(source, Averaged) else (source,)
     if in_parts(*columns):
         new_diag, *sums = by_columns(_summed, *columns)
         return Widened(factorize_batch(factor, new_diag), *sums)
