@@ -19,15 +19,17 @@ def short(monkeypatch):
     monkeypatch.setattr(columns, "_MANY", 10)
 
 
-@given(size=st.integers(1, 60), part=st.integers(1, 20))
-def test_parts_cover_all_columns_once(size, part):
+@given(size=st.integers(1, 60), part=st.integers(1, 20), most=st.integers(1, 20))
+def test_parts_cover_all_columns_once(size, part, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columns, "_PART", part)
+        patch.setattr(columns, "_MOST_PARTS", most)
         patch.setattr(columns, "_MANY", 1)
         vector = torch.arange(float(size))
         pieces = [piece for (piece,) in sliced(in_parts(vector), vector)]
     assert torch.equal(torch.cat(pieces), vector)
-    assert all(len(piece) <= part for piece in pieces)
+    assert len(pieces) <= most
+    assert all(len(piece) <= max(part, -(-size // most)) for piece in pieces)
 
 
 @pytest.mark.parametrize("size", [9, 10, 14, 15])

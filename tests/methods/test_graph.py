@@ -118,7 +118,7 @@ def test_products_are_added_until_the_residual_is_small_enough(cuda, monkeypatch
     def strict(small, count):
         """Not satisfied before the given look."""
         found = real(small, count)
-        seen.append(float(found.residual))
+        seen.append(float(found.residual / found.values[0]))
         return found if len(seen) > allowed else found._replace(residual=found.values[0])
 
     monkeypatch.setattr(_graph, "ritz", strict)

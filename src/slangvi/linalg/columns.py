@@ -16,8 +16,10 @@ from slangvi.linalg.products import is_plain
 
 __all__ = ["by_columns", "in_parts", "sliced"]
 
-# Columns of a part, and how many there are from which on they are split: fewer are in the cache anyway.
+# Columns of a part, more where there would be more parts than this, and how many there are from which on they are split:
+# fewer are in the cache anyway.
 _PART = 128_000
+_MOST_PARTS = 64
 _MANY = 1_000_000
 
 
@@ -37,7 +39,8 @@ def in_parts(*columns: Any) -> list[slice]:
         return []
     if not all(is_plain(column) for column in columns if isinstance(column, Tensor)):
         return []
-    return [slice(start, start + _PART) for start in range(0, size, _PART)]
+    width = max(_PART, -(-size // _MOST_PARTS))
+    return [slice(start, start + width) for start in range(0, size, width)]
 
 
 def sliced(parts: list[slice], *columns: Any) -> Iterator[tuple[Any, ...]]:
