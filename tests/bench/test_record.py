@@ -38,7 +38,13 @@ def test_files_of_another_make_are_refused_by_name(content, tmp_path):
 @pytest.mark.parametrize(
     ("device_type", "device", "label"),
     [
-        ("cpu", "Some Processor", "cpu"),
+        ("cpu", "Processor", "cpu"),
+        ("cpu", "AMD EPYC", "epyc"),
+        ("cpu", "AMD EPYC 7B13 64-Core Processor", "epyc-7b13"),
+        ("cpu", "Intel(R) Xeon(R) Processor", "xeon"),
+        ("cpu", "Intel(R) Xeon(R) CPU @ 2.20GHz", "xeon"),
+        ("cpu", "Apple M2", "apple-m2"),
+        ("cpu", "x86_64", "x86_64"),
         ("cuda", "NVIDIA H200", "h200"),
         ("cuda", "NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
         ("cuda", "NVIDIA GeForce RTX 4090", "rtx-4090"),

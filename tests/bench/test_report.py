@@ -59,7 +59,7 @@ RECORDS = {
 @pytest.fixture
 def results(tmp_path):
     for name, one in RECORDS.items():
-        save(one, tmp_path / "results" / f"{name}-cpu.json")
+        save(one, tmp_path / "results" / f"{name}-fast-chip.json")
     return tmp_path / "results"
 
 
@@ -73,7 +73,7 @@ def test_page_and_pictures_are_written(results, tmp_path):
     written = report.write(results, docs)
     assert [path.relative_to(docs).as_posix() for path in written] == [
         "performance.md",
-        *(f"images/bench-{name}-cpu.png" for name in BENCHES),
+        *(f"images/bench-{name}-fast-chip.png" for name in BENCHES),
     ]
     assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in written[1:])
     text = written[0].read_text(encoding="utf-8")
@@ -121,8 +121,8 @@ def test_the_limit_is_shown_with_its_share():
 
 def test_quick_results_are_refused(tmp_path):
     quick = replace(RECORDS["step"], environment=ABOUT | {"command": "slangvi bench step --quick"})
-    save(quick, tmp_path / "step-cpu.json")
-    with pytest.raises(ValueError, match=r"step-cpu\.json comes from a --quick run"):
+    save(quick, tmp_path / "step-fast-chip.json")
+    with pytest.raises(ValueError, match=r"step-fast-chip\.json comes from a --quick run"):
         report.load_all(tmp_path)
 
 

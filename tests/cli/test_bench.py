@@ -49,11 +49,11 @@ def test_options_are_passed_on_and_results_kept_by_name(settings_seen, tmp_path,
     assert result.exit_code == 0, result.output
     ((name, settings),) = settings_seen
     assert (name, settings.device, settings.quick, settings.repeats) == ("layers", "cpu", False, 3)
-    assert load(tmp_path / "benchmarks" / "results" / "layers-cpu.json").rows[0].milliseconds == 1.5
+    assert load(tmp_path / "benchmarks" / "results" / "layers-fast-chip.json").rows[0].milliseconds == 1.5
     assert "adam …" in result.output
     assert "1.5" in next(line for line in result.output.splitlines() if line.startswith("│ adam"))
     assert "Not measured: pyro (pyro is not installed)." in result.output
-    assert "Results: benchmarks/results/layers-cpu.json" in result.output
+    assert "Results: benchmarks/results/layers-fast-chip.json" in result.output
 
 
 @pytest.mark.parametrize("name", BENCHES)

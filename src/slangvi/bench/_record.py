@@ -63,6 +63,10 @@ class Row:
     skipped: str = ""
 
 
+# Words that many names of devices have, and that tell none apart.
+_COMMON = re.compile(r"(?i)nvidia|geforce|tesla|\b(amd|intel|cpu|processor|\d+-core)\b|\((r|tm)\)")
+
+
 @dataclass(frozen=True)
 class Record:
     """One run of one benchmark.
@@ -81,9 +85,9 @@ class Record:
 
     @property
     def label(self) -> str:
-        """Device in a file name: "cpu", "h200"."""
-        words = re.sub(r"(?i)nvidia|geforce|tesla", "", self.environment["device"]).lower().split()
-        return "cpu" if self.environment["device_type"] == "cpu" else "-".join(words)
+        """Device in a file name: "h200", "epyc", "xeon"; "cpu" where nothing tells the processor."""
+        name = _COMMON.sub(" ", self.environment["device"].partition("@")[0]).lower()
+        return "-".join(re.findall(r"[a-z0-9_-]+", name)) or self.environment["device_type"]
 
 
 def save(record: Record, path: Path) -> None:
