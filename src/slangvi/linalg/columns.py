@@ -16,7 +16,7 @@ from slangvi.linalg.products import is_plain
 
 __all__ = ["by_columns", "in_parts", "sliced"]
 
-# Columns of a part, more where there would be more parts than this, and how many there are from which on they are split:
+# Columns of a part, or more where there would be more parts than this; so many columns from which on they are split, as
 # fewer are in the cache anyway.
 _PART = 128_000
 _MOST_PARTS = 64
