@@ -61,6 +61,18 @@ def test_what_is_watched_batched_or_elsewhere_is_not_split(short):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("members", [(), (1,), (2,)])
+def test_draws_are_those_of_transformed_noise(members, rank):
+    source = torch.Generator().manual_seed(3)
+    factor = torch.randn(*members, rank, 30, generator=source, dtype=torch.float64)
+    diag = torch.rand(*members, 30, generator=source, dtype=torch.float64) + 0.1
+    loc, p = torch.randn(*members, 30, generator=source, dtype=torch.float64), factorize(factor, diag)
+    found = p.sample((2, 4), torch.Generator().manual_seed(5), loc)
+    noise = torch.randn(2, 4, *members, 30, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    torch.testing.assert_close(found, loc + p.transform_noise(noise))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_solves_and_draws_are_those_of_all_columns(monkeypatch, rank, dtype):
     source = torch.Generator().manual_seed(1)

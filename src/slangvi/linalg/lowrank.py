@@ -153,11 +153,12 @@ class LowRankPrecision:
             return drawn if loc is None else loc + drawn
         # The same without a temporary for every step on the way.
         white = noise.mul_(self.shrink)
-        rooted = self._rooted(white)
-        for diag, factor, place, around in sliced(
-            in_parts(self.diag) or [slice(None)], self.diag, self.factor, white, loc
-        ):
-            place.addcdiv_(lift(factor, rooted), diag)
+        rooted, parts = self._rooted(white), in_parts(self.diag) or [slice(None)]
+        for diag, factor, place, around in sliced(parts, self.diag, self.factor, white, loc):
+            if factor.shape[:-1] == (1,):  # the product of one row with all weights would be as large as the draws
+                place.addcmul_(rooted, factor / diag)
+            else:
+                place.addcdiv_(lift(factor, rooted), diag)
             if around is not None:
                 place.add_(around)
         return white
