@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretending import on_gpu
-from slangvi.linalg import columns, factorize
+from slangvi.linalg import columns, factorize, lowrank
 from slangvi.linalg.columns import by_columns, in_parts, sliced
 
 
@@ -36,10 +36,14 @@ def test_parts_cover_all_columns_once(size, part, most):
 def test_results_are_those_of_all_columns(short, size, generator):
     vector, rows = torch.rand(size, generator=generator), torch.rand(3, size, generator=generator)
 
+    lengths = []
+
     def work(vector, rows, weight, offset):
+        lengths.append(len(vector))
         return vector * rows.sum(0) + offset, (weight * vector).sum(), rows.square().sum(0).to(torch.float64)
 
     found = by_columns(work, vector, rows, 0.5, torch.ones(1))
+    assert lengths == {9: [9], 10: [7, 3], 14: [7, 7], 15: [7, 7, 1]}[size]
     expected = work(vector, rows, 0.5, torch.ones(1))
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[2], expected[2])
@@ -87,8 +91,34 @@ def test_solves_and_draws_are_those_of_all_columns(monkeypatch, rank, dtype):
     whole = results()
     monkeypatch.setattr(columns, "_PART", 7)
     monkeypatch.setattr(columns, "_MANY", 10)
+    splits, real = [], lowrank.LowRankPrecision._solve_in
+    spy = lambda self, parts, *given: splits.append(len(parts)) or real(self, parts, *given)  # noqa: E731
+    monkeypatch.setattr(lowrank.LowRankPrecision, "_solve_in", spy)
     precision = factor.double().mT @ factor.double() + torch.diag(diag.double())
     for found, expected in zip(results(), whole, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5 if dtype is torch.float32 else 1e-12, atol=1e-6)
+        near = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 1e-12, "atol": 1e-13}
+        torch.testing.assert_close(found, expected, **near)
+    assert splits == [6]
     exact = torch.linalg.solve(precision, rhs.double())
     torch.testing.assert_close(results()[0].double(), exact, rtol=0, atol=1e-5 if dtype is torch.float32 else 1e-12)
+
+
+def test_a_batch_of_precisions_solves_one_vector_as_before(short):
+    factor, diag = torch.randn(2, 3, 40, dtype=torch.float64), torch.rand(2, 40, dtype=torch.float64) + 0.1
+    rhs, p = torch.randn(40, dtype=torch.float64), factorize(factor, diag)
+    dense = factor.mT @ factor + torch.diag_embed(diag)
+    torch.testing.assert_close(p.solve(rhs), torch.linalg.solve(dense, rhs.expand(2, 40)))
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_real_parts_of_long_vectors_solve_as_well_as_the_whole(monkeypatch, rank):
+    source, size = torch.Generator().manual_seed(4), 300_000
+    factor, diag = torch.randn(rank, size, generator=source), torch.rand(size, generator=source) + 0.1
+    rhs = torch.randn(size, generator=source)
+    exact = factorize(factor.double(), diag.double()).solve(rhs.double())
+    whole = factorize(factor, diag).solve(rhs)
+    monkeypatch.setattr(columns, "_MANY", 256_000)
+    assert len(in_parts(rhs)) == 3
+    found = factorize(factor, diag).solve(rhs)
+    error, allowed = ((x.double() - exact).abs().max() for x in (found, whole))
+    assert float(error) <= 2 * float(allowed) + 1e-7

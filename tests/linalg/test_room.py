@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.fx.experimental.proxy_tensor
 
 from slangvi.bench._measure import LiveBytes
 from slangvi.linalg import room as module
@@ -45,12 +46,27 @@ def test_a_view_keeps_its_memory(shelf):
     assert other.data_ptr() != place
 
 
-def test_with_the_last_one_all_memory_goes_back(shelf):
-    held = [room((2000,), torch.zeros(1)) for _ in range(3)]
-    del held[0]
-    assert [len(pieces) for pieces in shelf.waiting.values()] == [1]
+def test_one_piece_waits_and_none_when_the_last_tensor_is_gone(shelf):
+    held = [room((2000,), torch.zeros(1)) for _ in range(5)]
+    del held[1:]
+    assert list(shelf.waiting) == [8000]
+    assert list(shelf.used.values()) == [8000]
     held.clear()
     assert not shelf.waiting
+    assert not shelf.used
+
+
+def test_a_failure_leaves_no_trace(shelf, monkeypatch):
+    def full(*args, **kwargs):
+        raise MemoryError
+
+    kept = room((2000,), torch.zeros(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        with pytest.raises(MemoryError):
+            room((2000,), torch.zeros(1))
+    assert list(shelf.used.values()) == [kept.nbytes]
+    del kept
     assert not shelf.used
 
 
@@ -89,20 +105,25 @@ def test_threads_never_share(shelf):
     assert not shelf.used
 
 
-def test_memory_that_waits_is_seen_by_who_counts(shelf):
+def test_who_counts_or_traces_sees_memory_of_torch(shelf):
     with LiveBytes() as memory:
-        first, second = room((500,), torch.zeros(1)), room((500,), torch.zeros(1))
-        del first
-        held = memory.live
-        third = room((500,), torch.zeros(1))
-        assert held >= second.nbytes + third.nbytes
-        assert memory.live == held
+        before = memory.live
+        made = room((500,), torch.zeros(1))
+        assert memory.live == before + made.nbytes
+    traced = torch.fx.experimental.proxy_tensor.make_fx(lambda x: room((500,), x).fill_(2.0) + x)(torch.zeros(500))
+    first = traced(torch.zeros(500))
+    traced(torch.ones(500))
+    assert first.eq(2.0).all()
+    assert not shelf.used
 
 
-def test_products_that_go_there_are_the_same(shelf):
+def test_products_go_there_and_are_the_same(shelf):
     weights, rows = torch.randn(3, 4), torch.randn(4, 500)
-    assert torch.equal(mix(weights, rows), weights @ rows)
-    assert shelf.used == {}
+    found = mix(weights, rows)
+    assert list(shelf.used.values()) == [found.nbytes]
+    assert torch.equal(found, weights @ rows)
+    del found
+    assert not shelf.used
     watched = rows.clone().requires_grad_()
     mix(weights, watched).sum().backward()
     torch.testing.assert_close(watched.grad, weights.sum(0).unsqueeze(-1).expand(4, 500))

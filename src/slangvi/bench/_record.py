@@ -64,7 +64,7 @@ class Row:
 
 
 # Words that many names of devices have, and that tell none apart.
-_COMMON = re.compile(r"(?i)nvidia|geforce|tesla|\b(amd|intel|cpu|processor|\d+-core)\b|\((r|tm)\)")
+_COMMON = re.compile(r"(?i)nvidia|geforce|tesla|\b(amd|intel|cpu|processor|\d+-cores?)\b|\((r|tm)\)")
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,11 @@ networks move by the same $\\sum_t \\alpha_t \\le {TOTAL:g}$, and the precision 
 makes it and the estimators have it: it begins at $d_0 = N\\tau$, without a warm-up. The noise precision begins at
 {NOISE_START:g} at most, on standardised targets, and is the searched one after the first {NOISE_FALL:.0%} of all steps;
 that concerns Energy and Yacht, whose τ is larger. The others' Adam begins at {ADAM_LR}.
-`slang_1_cold` has the same rates and a cold posterior, $p(\\theta \\mid \\text{{data}})^{{1/T}}$ with $T = {COLD}$ on
-all sets: likelihood, prior and the precision at the start count five times. Its τ and λ are searched for it.
-`slang_8`, `slang_32` and `ensemble_5` (five networks, maximum a posteriori) are not in the paper; the first two take τ
-and λ from the search of `slang_1` and differ from it by their rank alone.
+`slang_1_cold` has the same rates and a cold posterior, $p(\\theta \\mid \\text{{data}})^{{1/\\mathcal T}}$ with
+$\\mathcal T = {COLD}$ on all sets: likelihood, prior and the precision at the start count {1 / COLD:g} times. Its τ and
+λ are searched for it; beside it stand the paper's numbers of `slang_1`, which was not cold. `slang_8`, `slang_32` and
+`ensemble_5` (five networks, maximum a posteriori) are not in the paper; the first two take τ and λ from the search of
+`slang_1` and differ from it by their rank alone.
 
 A number is the mean over splits ± its standard error. ✓ means at least as good as the paper's, up to one standard
 error of its own; *better* that it is strictly better.

@@ -101,8 +101,9 @@ precision starts at what all examples would say of an output, $d_0 = N\\tau$, an
 are close and steps short at first without a warm-up, so that neither the mean nor the precision can outrun the other,
 and $\\alpha$ may be four times as large: it adds up to {uci.TOTAL:g}, and is never above {uci.LR}.
 
-`tempered` is the same with a cold posterior: likelihood and prior are raised to the power 5, a temperature of 0.2. RMSE
-is lower on all four sets, and the log-likelihood better on all but Boston. In the table above that is `slang_1_cold`.
+`tempered` is the same with a cold posterior: likelihood and prior are raised to the power {1 / uci.COLD:g}, a
+temperature of {uci.COLD}. RMSE is lower on all four sets, and the log-likelihood better on all but Boston. In the table
+above that is `slang_1_cold`.
 """
 
 

@@ -16,18 +16,22 @@ from slangvi.linalg.products import is_plain
 
 __all__ = ["by_columns", "in_parts", "sliced"]
 
-# Columns of a part, or more where there would be more parts than this; so many columns from which on they are split, as
-# fewer are in the cache anyway.
+# Fewer columns are in the cache anyway, and are not split.
+_MANY = 1_000_000
+# Columns of a part; more where there would be too many parts.
 _PART = 128_000
 _MOST_PARTS = 64
-_MANY = 1_000_000
 
 
 def in_parts(*columns: Any) -> list[slice]:
-    """Parts to work on one after the other; none where everything is to be done at once.
+    """Parts to work on one after the other.
 
     Args:
-        columns: (P,) or (K, P), the first of them (P,); what is no tensor, or has other lengths, is not split.
+        columns: (P,), or (L, P) after a first one of (P,); what is no tensor, or has other lengths, is not split.
+
+    Returns:
+        Slices of the columns; none where all are to be worked on at once, as for batches, on a GPU, or where autograd
+        or vmap watches.
 
     Example:
         >>> len(in_parts(torch.ones(1_000_000), 0.5)), in_parts(torch.ones(500_000), 0.5)
@@ -44,7 +48,15 @@ def in_parts(*columns: Any) -> list[slice]:
 
 
 def sliced(parts: list[slice], *columns: Any) -> Iterator[tuple[Any, ...]]:
-    """The columns of one part after the other; what is not split comes as it is."""
+    """The columns of one part after the other.
+
+    Args:
+        parts: as `in_parts` returns them.
+        columns: as given to it.
+
+    Returns:
+        For each part a tuple of views; what is not split comes as it is.
+    """
     size = columns[0].shape[-1]
     split = [isinstance(column, Tensor) and column.ndim > 0 and column.shape[-1] == size for column in columns]
     for part in parts:

@@ -67,7 +67,8 @@ class LowRankPrecision:
             return self.double.solve(rhs.to(torch.float64)).to(rhs.dtype)
         double, dtype = torch.float64, rhs.dtype
         only = self.cholesky.square() if self.cholesky.shape[-1] == 1 else None
-        if parts := in_parts(rhs, self.diag, self.factor):
+        parts = in_parts(rhs, self.diag, self.factor)
+        if parts and self.diag.ndim == 1:
             return self._solve_in(parts, rhs, only)
         inner = self._capacitance_solve(against(self.factor, rhs / self.diag, double), only)
         solved = less(rhs, self.factor, inner.to(dtype)) / self.diag

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter, defaultdict
-from threading import RLock
 from typing import Any
 
 import torch
@@ -25,49 +23,58 @@ def room(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """A tensor with any values, as `like.new_empty(shape)` makes; large ones are made in memory that was used before.
 
     Memory of a tensor that is gone waits for the next one of its size as long as there is another of that size: the
-    factor before a step waits while the one after it lives. With the last of them all of it goes back to the system.
+    factor before a step waits while the one after it lives. One piece of each size waits at most.
 
     Args:
         shape: of the tensor.
         like: tensor whose dtype and device it has.
+
+    Returns:
+        A tensor of that shape. Unlike torch's own its storage cannot be resized.
 
     Example:
         >>> room((2, 3), torch.zeros(1)).shape
         torch.Size([2, 3])
     """
     size = math.prod(shape) * like.element_size()
-    if size < _LARGE or like.device.type != "cpu" or type(like) is not Tensor:
+    if size < _LARGE or like.device.type != "cpu" or type(like) is not Tensor or _is_watched():
         return like.new_empty(shape)
     return torch.frombuffer(_shelf.lent(size), dtype=like.dtype).view(shape)
 
 
+def _is_watched() -> bool:
+    """Whether somebody writes operations down, who would take the memory for a constant."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+
+
 class _Shelf:
-    """Pieces that wait, by size, and how many of each size are in use."""
+    """Pieces that wait, by size.
+
+    There is no lock, which a process that is forked might find locked: every line that changes something does so in one
+    go. Where two tensors go at the same time the last piece may wait for nobody, until one of its size comes again.
+    """
 
     def __init__(self) -> None:
-        self._lock = RLock()  # a collection of garbage in between may give something back
-        self.waiting: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self.used: Counter[int] = Counter()
+        self.waiting: dict[int, Tensor] = {}
+        self.used: dict[object, int] = {}  # size of every piece that is in use
 
     def lent(self, size: int) -> memoryview:
         """So many bytes, given back when the view is gone; a tensor made from it keeps it."""
-        with self._lock:
-            self.used[size] += 1
-            waiting = self.waiting[size]
-            piece = waiting.pop() if waiting else torch.empty(size, dtype=torch.uint8, device="cpu")
+        piece = self.waiting.pop(size, None)
+        if piece is None:
+            piece = torch.empty(size, dtype=torch.uint8, device="cpu")
         array: Any = piece.numpy()
-        loan = memoryview(array)
-        weakref.finalize(loan, self._give_back, size, piece).atexit = False
+        loan, key = memoryview(array), object()
+        self.used[key] = size
+        weakref.finalize(loan, self._give_back, key, size, piece).atexit = False
         return loan
 
-    def _give_back(self, size: int, piece: Tensor) -> None:
-        with self._lock:
-            self.used[size] -= 1
-            if self.used[size]:
-                self.waiting[size].append(piece)
-            else:
-                del self.used[size]
-                self.waiting.pop(size, None)
+    def _give_back(self, key: object, size: int, piece: Tensor) -> None:
+        del self.used[key]
+        if size in list(self.used.values()):
+            self.waiting[size] = piece
+        else:
+            self.waiting.pop(size, None)
 
 
 _shelf = _Shelf()

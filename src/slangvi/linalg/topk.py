@@ -189,12 +189,7 @@ class Problem:
         """The diagonal of A, float64, (..., P), where it is at hand; else what `averaged_diagonal` makes it from."""
         if self.route == "parameters" and self.factor.shape[-2] and self.factor.dtype == torch.float64:
             return self.matrix.diagonal(dim1=-2, dim2=-1)  # without a factor the matrix is not needed
-        return Averaged(self.factor, self.gradients.square_sum(), *self.weights)
-
-    @property
-    def weights(self) -> tuple[float | Tensor, float | Tensor]:
-        """What UUᵀ and GᵀG count for, a and b."""
-        return self.keep, self.gain
+        return Averaged(self.factor, self.gradients.square_sum(), self.keep, self.gain)
 
     def solve(self) -> Solved:
         """U⁺ with U⁺U⁺ᵀ the best approximation; its rows need not be single eigenvectors."""

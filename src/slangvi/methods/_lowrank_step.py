@@ -176,7 +176,8 @@ def widen(
 ) -> Widened:
     """The covariance half of `propose`; Σ_l u_l² of the old factor can be given when it is known."""
     problem = observed.problem
-    source = Averaged(problem.factor if old_squares is None else old_squares, observed.squares, *problem.weights)
+    old = problem.factor if old_squares is None else old_squares
+    source = Averaged(old, observed.squares, problem.keep, problem.gain)
     return widen_by(diag, problem.solution(values, vectors), source, prior, rates)
 
 
@@ -185,8 +186,8 @@ def widen_by(diag: Tensor, factor: Tensor, source: Averaged | Tensor, prior: Pri
     columns: tuple[Any, ...] = (diag, factor, prior.precision, rates.precision_lr)
     columns += source if isinstance(source, Averaged) else (source,)
     if in_parts(*columns):
-        new_diag, *sums = by_columns(_summed, *columns)
-        return Widened(factorize_batch(factor, new_diag), *sums)
+        new_diag, whole_diag, correction = by_columns(_summed, *columns)
+        return Widened(factorize_batch(factor, new_diag), whole_diag, correction)
     new_diag, whole_diag, correction, squares = _widened(*columns)
     return Widened(factorize_batch(factor, new_diag), whole_diag, correction, squares)
 
@@ -221,7 +222,7 @@ def _larger(whole: Tensor, bound: Tensor) -> Tensor:
 
 
 def moved(loc: Tensor, lr: float | Tensor, direction: Tensor) -> Tensor:
-    """μ − α·direction, in one pass; a direction that nobody watches makes room for it."""
+    """μ − α·direction, in one pass; with α a number it is written over a direction that nobody watches."""
     if isinstance(lr, Tensor):
         return torch.addcmul(loc, lr.to(loc.dtype), direction, value=-1)  # vmap would promote the result
     if is_plain(loc) and is_plain(direction):
@@ -270,5 +271,6 @@ def shift_by(
     given = (total, weight, prior.precision, prior.mean, rates.momentum, rates.correction)
     average, gradient = by_columns(_gradient, loc, momentum, *given)
     new_loc = moved(loc, rates.lr, precision.solve(gradient))
-    told = sums(widened.whole_diag, (0.0 - widened.correction).clamp_min(0), new_loc, precision.diag)
+    clipped = (0.0 - widened.correction).clamp_min(0)  # not -correction, which would tell -0.0 where nothing is clipped
+    told = sums(widened.whole_diag, clipped, new_loc, precision.diag)
     return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)
