@@ -86,8 +86,8 @@ class Mirror:
             return True
         if not contents and loc.device.type != "cpu":
             return False
-        # Writes through p.data leave no mark. One comparison for all spares a GPU many waits.
-        if all(param.dtype is loc.dtype for param in self._params):
+        # Writes through p.data leave no mark. One comparison for all spares a GPU many waits, and costs a CPU a copy.
+        if loc.device.type != "cpu" and all(param.dtype is loc.dtype for param in self._params):
             return not torch.equal(torch.cat([param.detach().reshape(-1) for param in self._params]), loc)
         return any(not torch.equal(part, param) for param, part in self._pairs(loc))
 

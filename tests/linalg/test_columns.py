@@ -66,13 +66,14 @@ def test_what_is_watched_batched_or_elsewhere_is_not_split(short):
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 @pytest.mark.parametrize("members", [(), (1,), (2,)])
-def test_draws_are_those_of_transformed_noise(members, rank):
+@pytest.mark.parametrize("count", [(), (3,), (2, 4)])
+def test_draws_are_those_of_transformed_noise(count, members, rank):
     source = torch.Generator().manual_seed(3)
     factor = torch.randn(*members, rank, 30, generator=source, dtype=torch.float64)
     diag = torch.rand(*members, 30, generator=source, dtype=torch.float64) + 0.1
     loc, p = torch.randn(*members, 30, generator=source, dtype=torch.float64), factorize(factor, diag)
-    found = p.sample((2, 4), torch.Generator().manual_seed(5), loc)
-    noise = torch.randn(2, 4, *members, 30, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found = p.sample(count, torch.Generator().manual_seed(5), loc)
+    noise = torch.randn(*count, *members, 30, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     torch.testing.assert_close(found, loc + p.transform_noise(noise))
 
 

@@ -148,8 +148,9 @@ class LowRankPrecision:
     ) -> Tensor:
         """Draws of shape (*sample_shape, ..., P) around `loc`, or around zero."""
         noise = standard_normal((*sample_shape, *self.diag.shape), self.diag, generator)
-        alike = self.factor.ndim == self.diag.ndim + 1 and noise.ndim > 1
-        if self._is_narrow or not (alike and is_plain(self.factor) and is_plain(self.diag)):
+        alike = self.factor.ndim == self.diag.ndim + 1
+        plain = all(is_plain(x) for x in (self.factor, self.diag, loc) if x is not None)
+        if self._is_narrow or not (alike and plain):
             drawn = self.transform_noise(noise)
             return drawn if loc is None else loc + drawn
         # The same without a temporary for every step on the way.
@@ -157,7 +158,7 @@ class LowRankPrecision:
         rooted, parts = self._rooted(white), in_parts(self.diag) or [slice(None)]
         for diag, factor, place, around in sliced(parts, self.diag, self.factor, white, loc):
             if factor.shape[:-1] == (1,):  # the product of one row with all weights would be as large as the draws
-                place.addcmul_(rooted, factor / diag)
+                place.addcmul_(rooted, factor[0] / diag)
             else:
                 place.addcdiv_(lift(factor, rooted), diag)
             if around is not None:
