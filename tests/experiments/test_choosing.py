@@ -64,13 +64,15 @@ def test_costs_put_machines_side_by_side(tmp_path):
         about = {"device": device, "device_type": kind, "threads": 2}
         lines = [{"name": n, "settings": s, "milliseconds": 1.0, "ratio": r, "extra_mb": 1250.0} for n, s, r in rows]
         lines.append({"name": "ivon", "settings": {}, "milliseconds": None, "ratio": None, "extra_mb": None})
-        (tmp_path / f"step-{kind}.json").write_text(json.dumps({"environment": about, "rows": lines}))
+        (tmp_path / f"step-{device}.json").write_text(json.dumps({"environment": about, "rows": lines}))
 
-    bench("Some CPU", "cpu", ("adam", {}, 1.0), ("slang functional", {"L": 8}, 8.8))
-    bench("Some GPU", "cuda", ("adam", {}, 1.0), ("unknown", {}, 1.0))
+    bench("A GPU", "cuda", ("adam", {}, 1.0), ("unknown", {}, 1.0))
+    bench("B CPU", "cpu", ("adam", {}, 1.0), ("slang functional", {"L": 8}, 8.8))
+    bench("C CPU", "cpu", ("adam", {}, 1.0), ("slang functional", {"L": 8}, 9.9))
     table = choosing.tables(tmp_path, tmp_path)["costs"]
-    assert table.splitlines()[0] == "| method | rank | 2 CPU threads: × Adam | extra MB | Some GPU: × Adam | extra MB |"
-    assert "| SLANG | 8 | 8.8 | 1,250 |  |  |" in table
+    devices = ("B CPU, 2 threads", "C CPU, 2 threads", "A GPU")
+    assert table.splitlines()[0] == f"| method | rank | {' | '.join(f'{d}: × Adam | extra MB' for d in devices)} |"
+    assert "| SLANG | 8 | 8.8 | 1,250 | 9.9 | 1,250 |  |  |" in table
     assert "IVON" not in table
     assert "unknown" not in table
 

@@ -21,17 +21,21 @@ from tabulating import fitted, houses, kinds
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("tables")
+    """A folder with two tables, whatever test comes first."""
+    folder = tmp_path_factory.mktemp("tables")
+    houses(folder / "houses.csv")
+    kinds(folder / "kinds.csv")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def regression(place):
-    return fitted(houses(place / "houses.csv"), "price")
+    return fitted(place / "houses.csv", "price")
 
 
 @pytest.fixture(scope="module")
 def classification(place):
-    return fitted(kinds(place / "kinds.csv"), "=kind")
+    return fitted(place / "kinds.csv", "=kind")
 
 
 def test_a_regression_learns_and_knows_its_noise(place):

@@ -168,11 +168,12 @@ def _costs(benchmarks: Path) -> str:
     machines = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(benchmarks.glob("step-*.json"))]
     if not machines:
         return "Not measured yet: `slangvi bench step`.\n"
+    machines.sort(key=lambda machine: machine["environment"]["device_type"])  # CPUs first
     header = ["method", "rank"]
     for machine in machines:
         about = machine["environment"]
-        device = f"{about['threads']} CPU threads" if about["device_type"] == "cpu" else about["device"]
-        header += [f"{device}: × Adam", "extra MB"]
+        threads = f", {about['threads']} threads" if about["device_type"] == "cpu" else ""
+        header += [f"{about['device']}{threads}: × Adam", "extra MB"]
     found = [{_key(row): row for row in machine["rows"] if row["milliseconds"]} for machine in machines]
     keys = list(dict.fromkeys(key for rows in found for key in rows if key[0] in COSTS))
     lines = []
