@@ -92,16 +92,24 @@ def test_solves_and_draws_are_those_of_all_columns(monkeypatch, rank, dtype):
     whole = results()
     monkeypatch.setattr(columns, "_PART", 7)
     monkeypatch.setattr(columns, "_MANY", 10)
-    splits, real = [], lowrank.LowRankPrecision._solve_in
-    spy = lambda self, parts, *given: splits.append(len(parts)) or real(self, parts, *given)  # noqa: E731
-    monkeypatch.setattr(lowrank.LowRankPrecision, "_solve_in", spy)
+    widths, real = [], lowrank.less
+    spy = lambda vector, *given: widths.append(len(vector)) or real(vector, *given)  # noqa: E731
+    monkeypatch.setattr(lowrank, "less", spy)
     precision = factor.double().mT @ factor.double() + torch.diag(diag.double())
     for found, expected in zip(results(), whole, strict=True):
         near = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 1e-12, "atol": 1e-13}
         torch.testing.assert_close(found, expected, **near)
-    assert splits == [6]
+    assert widths == [7, 7, 7, 7, 7, 5]
     exact = torch.linalg.solve(precision, rhs.double())
     torch.testing.assert_close(results()[0].double(), exact, rtol=0, atol=1e-5 if dtype is torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("count", [(3,), (2, 3)])
+def test_one_precision_solves_many_vectors_as_before(short, count):
+    factor, diag = torch.randn(3, 40, dtype=torch.float64), torch.rand(40, dtype=torch.float64) + 0.1
+    rhs, p = torch.randn(*count, 40, dtype=torch.float64), factorize(factor, diag)
+    dense = factor.mT @ factor + torch.diag(diag)
+    torch.testing.assert_close(p.solve(rhs), rhs @ torch.linalg.inv(dense))
 
 
 def test_a_batch_of_precisions_solves_one_vector_as_before(short):

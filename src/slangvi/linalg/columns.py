@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slangvi.linalg.products import is_plain
 
-__all__ = ["by_columns", "in_parts", "sliced"]
+__all__ = ["by_columns", "in_parts", "over_columns", "sliced"]
 
 # Fewer columns are in the cache anyway, and are not split.
 _MANY = 1_000_000
@@ -27,7 +27,7 @@ def in_parts(*columns: Any) -> list[slice]:
     """Parts to work on one after the other.
 
     Args:
-        columns: (P,), or (L, P) after a first one of (P,); what is no tensor, or has other lengths, is not split.
+        columns: (P,), or (..., P) after a first one of (P,); what is no tensor, or has other lengths, is not split.
 
     Returns:
         Slices of the columns; none where all are to be worked on at once, as for batches, on a GPU, or where autograd
@@ -67,7 +67,7 @@ def by_columns(work: Callable[..., tuple[Tensor, ...]], *columns: Any) -> tuple[
     """What a function that treats every column alike makes of them, on a CPU part by part.
 
     Args:
-        work: takes the columns and returns vectors as long as they are, or numbers.
+        work: takes the columns and returns vectors as long as they are, (..., P), or numbers.
         columns: as in `in_parts`.
 
     Returns:
@@ -88,7 +88,22 @@ def by_columns(work: Callable[..., tuple[Tensor, ...]], *columns: Any) -> tuple[
         for index, value in enumerate(found):
             if value.ndim:
                 if index not in vectors:
-                    vectors[index] = value.new_empty(size)
-                vectors[index][part] = value
+                    vectors[index] = value.new_empty(*value.shape[:-1], size)
+                vectors[index][..., part] = value
     told = iter(torch.stack(each) for each in zip(*numbers, strict=True))
     return tuple(vectors[index] if index in vectors else next(told) for index in range(len(found)))
+
+
+def over_columns(work: Callable[..., Tensor], *columns: Any) -> Tensor:
+    """The sum over all columns that a function returns, on a CPU as the sum of those of all parts.
+
+    Args:
+        work: takes the columns and returns a tensor in which they are summed up.
+        columns: as in `in_parts`.
+
+    Example:
+        >>> over_columns(lambda x: x.sum(), torch.ones(1_000_000))
+        tensor(1000000.)
+    """
+    parts = in_parts(*columns)
+    return torch.stack([work(*some) for some in sliced(parts, *columns)]).sum(0) if parts else work(*columns)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slangvi.linalg.cholesky import lower_factor
-from slangvi.linalg.columns import in_parts, sliced
+from slangvi.linalg.columns import by_columns, in_parts, over_columns, sliced
 from slangvi.linalg.inverse_root import InverseRoot, damping, turn
 from slangvi.linalg.kept import kept
 from slangvi.linalg.noise import standard_normal
@@ -67,30 +67,19 @@ class LowRankPrecision:
             return self.double.solve(rhs.to(torch.float64)).to(rhs.dtype)
         double, dtype = torch.float64, rhs.dtype
         only = self.cholesky.square() if self.cholesky.shape[-1] == 1 else None
-        parts = in_parts(rhs, self.diag, self.factor)
-        if parts and self.diag.ndim == 1:
-            return self._solve_in(parts, rhs, only)
-        inner = self._capacitance_solve(against(self.factor, rhs / self.diag, double), only)
-        solved = less(rhs, self.factor, inner.to(dtype)) / self.diag
+        columns = (self.diag, self.factor, rhs)
+        seen = over_columns(lambda diag, factor, x: against(factor, x / diag, double), *columns)
+        inner = self._capacitance_solve(seen, only)
+        (solved,) = by_columns(lambda diag, factor, x, y: (less(x, factor, y) / diag,), *columns, inner.to(dtype))
         if dtype == double:
             return solved
-        missing = self._capacitance_solve(inner - against(self.factor, solved, double), only)
-        return torch.addcdiv(solved, lift(self.factor, missing.to(dtype)), self.diag)
-
-    def _solve_in(self, parts: list[slice], rhs: Tensor, only: Tensor | None) -> Tensor:
-        """The same for (P,), some columns at a time."""
-        double, dtype, solved = torch.float64, rhs.dtype, torch.empty_like(rhs)
-        columns = list(sliced(parts, rhs, self.diag, self.factor, solved))
-        seen = [against(factor, some / diag, double) for some, diag, factor, _ in columns]
-        inner = self._capacitance_solve(torch.stack(seen).sum(0), only)
-        for some, diag, factor, place in columns:
-            torch.div(less(some, factor, inner.to(dtype)), diag, out=place)
-        if dtype != double:
-            seen = [against(factor, place, double) for _, _, factor, place in columns]
-            missing = self._capacitance_solve(inner - torch.stack(seen).sum(0), only).to(dtype)
-            for _, diag, factor, place in columns:
-                place.addcdiv_(lift(factor, missing), diag)
-        return solved
+        columns = (self.diag, self.factor, solved)
+        known = over_columns(lambda diag, factor, x: against(factor, x, double), *columns)
+        missing = self._capacitance_solve(inner - known, only)
+        (mended,) = by_columns(
+            lambda diag, factor, x, y: (torch.addcdiv(x, lift(factor, y), diag),), *columns, missing.to(dtype)
+        )
+        return mended
 
     def transform_noise(self, noise: Tensor) -> Tensor:
         r"""Turn standard normal noise into a zero-mean draw with covariance (UUᵀ + diag d)⁻¹.
