@@ -144,7 +144,8 @@ def pretend(fake: FakeCuda, graph: type, monkeypatch: pytest.MonkeyPatch) -> Fak
     monkeypatch.setattr(FakeStream, "now", [first])
     replacements |= {"stream": FakeStream.on, "current_stream": lambda device=None: FakeStream.now[-1]}
     replacements["synchronize"] = lambda: None
-    replacements["graph_pool_handle"] = lambda: None
+    replacements["memory_snapshot"] = list
+    replacements["graph_pool_handle"] = tuple
     # The device's own source is torch's global one here.
     own = SimpleNamespace(get_state=torch.get_rng_state, set_state=torch.set_rng_state)
     own.graphsafe_set_state = lambda other: torch.set_rng_state(other.get_state())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slangvi.bench import _measure
-from slangvi.bench._measure import BASELINE, FLOOR, Contender, LiveBytes, compare, measure, median_seconds, peak_bytes
+from slangvi.bench._measure import BASELINE, FLOOR, Contender, compare, measure, median_seconds, peak_bytes
 from slangvi.bench._record import Row, Settings
 
 MEGABYTE = 250_000  # floats
@@ -45,24 +45,6 @@ def test_short_steps_are_timed_several_at_once(clock):
     found = median_seconds({0: step}, Settings(repeats=2))
     assert found[0] == pytest.approx(0.003)
     assert len(calls) == 1 + 2 * (1 + 34)  # 34 · 3 ms is the first multiple beyond 100 ms; one more is not timed
-
-
-def test_live_bytes_follow_what_lives_and_count_views_once():
-    outside = torch.zeros(MEGABYTE)
-    memory = LiveBytes()
-    with memory:
-        outside.view(2, -1).add_(1)
-        assert memory.live == 0
-        kept = outside + 1
-        view = kept.view(2, -1)[0]
-        assert memory.live == 4 * MEGABYTE
-        (kept * 2 + 1).sum()
-        assert memory.live == 4 * MEGABYTE
-        assert memory.peak == 3 * 4 * MEGABYTE
-        del kept
-        assert memory.live == 4 * MEGABYTE
-        del view
-    assert memory.live == 0
 
 
 def test_peak_counts_state_and_a_warm_step_but_not_its_building():

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import slangvi
 from cases import CASES, build
-from slangvi.grads import FactoredGradients, GradientCapture
+from slangvi.grads import FactoredGradients, GradientCapture, Outer, Rows, batched
 from slangvi.grads.batched import BatchedPass
 from slangvi.likelihoods import Categorical
 from slangvi.methods import _gather
+from slangvi.methods._gather import with_aliases
 from slangvi.types import ParamSpec
 
 FAST = [
@@ -358,3 +359,26 @@ def test_inputs_and_output_gradients_are_used_up():
     assert not deltas
     for name, total in zip(("0.weight", "2.weight"), expected, strict=True):
         torch.testing.assert_close(group.blocks[name].sum(), total)
+
+
+def test_layers_with_few_parameters_go_first(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    spec, order = ParamSpec.of_module(model), []
+    run = BatchedPass(model, spec, Categorical().of(model))
+    made = run._blocks
+    monkeypatch.setattr(run, "_blocks", lambda name, x, delta: order.append(name) or made(name, x, delta))
+    run.gather(torch.randn(2, spec.num_params), (torch.randn(5, 1, 4, 4), torch.randint(2, (5,))))
+    assert order == ["1", "4", "0"]
+
+
+def test_uses_of_one_tensor_are_added_in_the_order_of_their_calls(monkeypatch):
+    """Whichever of the layers comes first, the sum is rounded as it always was."""
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 6, bias=False))
+    model[-1].weight = model[0].weight
+    spec = ParamSpec.of_module(model)
+    run = BatchedPass(model, with_aliases(spec, model), Categorical().of(model))
+    seen = []
+    monkeypatch.setattr(batched, "add", lambda uses: seen.append([type(use) for use in uses]) or uses[0])
+    monkeypatch.setattr(run, "_size", lambda turn: -turn)
+    run.gather(torch.randn(2, spec.num_params), (torch.randint(6, (5, 1)), torch.randint(6, (5,))))
+    assert [Rows, Outer] in seen

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretending import on_gpu
+from slangvi._live_bytes import LiveBytes
 from slangvi.grads import base, outer
-from slangvi.grads.blocks import Block, Formed, Outer, Rows
+from slangvi.grads.blocks import Block, Formed, Outer, Rows, Unopened, as_it_is, cheapest
+from slangvi.types import Routes
 
 
 def randn(*shape: int) -> Tensor:
@@ -199,3 +201,39 @@ def test_a_cpu_takes_what_its_cache_holds():
     assert replace(block, left=on_gpu(block.left))._columns() == block.chunk_bytes // (6 * 3 * 4 * 8)
     assert replace(block, chunk_bytes=0)._columns() == 1
     assert outer.CACHE_BYTES is base.CACHE_BYTES
+
+
+def unopened(name: str) -> tuple[Unopened, Outer]:
+    """Products with the doubled rows of a source, and the same opened."""
+    whole = made(name)
+    return Unopened(whole.left, whole.right / 2, whole.right.shape[-1], lambda x: 2 * x), whole
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("limit", [1, 700, 1 << 20])
+def test_what_is_opened_in_pieces_forms_the_same_rows(monkeypatch, name, limit):
+    monkeypatch.setattr(outer, "_OPENED_BYTES", limit)
+    closed, whole = unopened(name)
+    assert closed.sizes == whole.sizes
+    torch.testing.assert_close(closed.form(), whole.form(), rtol=1e-14, atol=1e-14)
+
+
+def test_only_a_piece_is_open_at_a_time(monkeypatch):
+    monkeypatch.setattr(outer, "_OPENED_BYTES", 8 * 30 * 40 * 2)
+    closed = Unopened(randn(6, 1, 30, 2), randn(6, 4), 40, lambda x: x.repeat_interleave(300, 1).view(-1, 1, 30, 40))
+    with LiveBytes() as memory:
+        whole = closed.opened().right.nbytes
+        opened, memory.peak = memory.peak, 0
+        closed.form()
+    assert opened == whole == 8 * 6 * 30 * 40
+    assert memory.peak < whole / 2
+
+
+@pytest.mark.parametrize(("layers", "kind"), [("form", Formed), ("factor", Outer)])
+def test_what_is_unopened_becomes_what_is_wished_for(layers, kind):
+    closed, whole = unopened("positions shared")
+    block = cheapest(closed, 2, Routes(layers=layers, chunk_bytes=77))
+    assert type(block) is kind
+    torch.testing.assert_close(block.form(), whole.form(), rtol=1e-14, atol=1e-14)
+    assert type(as_it_is("weight", closed)) is Outer
+    assert kind is Formed or block.chunk_bytes == 77

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
 
-from slangvi.bench._measure import LiveBytes
+from slangvi._live_bytes import LiveBytes
 from slangvi.linalg import room as module
 from slangvi.linalg.products import mix
 from slangvi.linalg.room import room

@@ -426,3 +426,12 @@ def test_a_copy_that_finds_no_memory_is_tried_again(cuda, monkeypatch):
         _ = opt._state.loc
     assert torch.equal(opt._state.loc, flat(model))
     assert opt._state.step == step
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (3, 0, 1), (3, 4, 5)])
+def test_rows_that_lie_in_each_others_places_are_not_mixed_up(order):
+    memory = torch.arange(6.0)[:, None].repeat(1, 4)
+    step = LoopStep.__new__(LoopStep)
+    step.places = list(memory[:3])
+    step.feed([memory[k] for k in order])
+    assert [float(place[0]) for place in step.places] == list(order)

@@ -5,6 +5,9 @@ Graphs are tapes of operations here (`taping`), so a replay sees no more of Pyth
 
 from __future__ import annotations
 
+import gc
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +26,13 @@ from passing import (
     rows_of,
     seeded,
 )
-from replaying import Net, problem, words
+from replaying import Net, draw_and_step, problem, words
+from slangvi._live_bytes import LiveBytes
+from slangvi.grads import GradientCapture
+from slangvi.grads.blocks import cheapest
+from slangvi.methods._graph_loop import LoopStep
+from slangvi.methods._graph_pass import CapturedPass
+from slangvi.types import ParamSpec
 
 
 def tied():
@@ -328,3 +337,65 @@ def test_one_who_wants_no_threads_is_left_without_them(replays):
             assert not torch._C._is_multithreading_enabled()
             opt.discard_gradients()
     assert torch._C._is_multithreading_enabled()
+
+
+def captured_pass():
+    """A pass through a convolution, whose rows are formed and far smaller than what it is given."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 36, 2)),
+        torch.randn(30, 1, 8, 8),
+    )
+    spec = ParamSpec.of_module(model)
+    settle = partial(settled, rank=1)
+    recorder = GradientCapture(model, spec, torch.float32, "factored", False, False, None, settle, replayable=False)
+    return CapturedPass(model, dict(model.named_parameters()), recorder, x, ()), x
+
+
+def settled(name, block, rank):
+    return cheapest(block, rank, slangvi.Routes(layers="form"), name)
+
+
+def test_a_captured_pass_holds_its_results_and_nothing_of_what_lies_between(cuda):
+    with LiveBytes() as memory:
+        known, x = captured_pass()
+        gc.collect()
+        params = sum(p.nbytes for p in known.params.values())
+        rows = sum(flat.nbytes for flat in known.flats)
+        assert rows == 30 * params  # no row is there twice
+        results = known.output.nbytes + known.cotangent.nbytes + known.gradient.nbytes + rows
+        assert memory.live == 2 * x.nbytes + params + results
+        assert memory.peak > memory.live + 30 * 4 * 36 * 4  # the input of the last layer was there
+
+
+def test_rows_lie_where_those_lay_that_are_gone(cuda):
+    known, x = captured_pass()
+
+    def place(rows):
+        return rows.blocks.flats[0].data_ptr()
+
+    first, second, third = (known.rows(x) for _ in range(3))
+    places = [place(rows) for rows in (first, second, third)]
+    assert len(set(places)) == 3
+    del first, third
+    found = [known.rows(x) for _ in range(3)]
+    assert [place(rows) for rows in found[:2]] == [places[0], places[2]]
+    assert place(found[2]) not in places
+    assert all(torch.equal(rows.blocks["0.weight"].form(), found[0].blocks["0.weight"].form()) for rows in found)
+
+
+def test_a_captured_step_reads_rows_where_replayed_passes_leave_them(taped, monkeypatch):
+    """What is copied for it at every step is the input alone, which belongs to the user."""
+    opt, (x, y) = replaying_on(problem)
+    copied, feed = [], LoopStep.feed
+
+    def watched(self, leaves):
+        pairs = zip(self.places, leaves, strict=True)
+        copied.append([b.shape for a, b in pairs if a.data_ptr() != b.data_ptr()])
+        feed(self, leaves)
+
+    monkeypatch.setattr(LoopStep, "feed", watched)
+    for k in range(7):
+        draw_and_step(opt, (x.roll(k, 0), y), draws=3)
+    assert copied[1:]
+    assert all(shapes == [x.shape] for shapes in copied[1:])

@@ -7,19 +7,15 @@ import math
 import statistics
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from slangvi._live_bytes import LiveBytes
 from slangvi.bench._record import Row, Settings
 
-__all__ = ["BASELINE", "FLOOR", "Contender", "LiveBytes", "Step", "compare", "measure"]
+__all__ = ["BASELINE", "FLOOR", "Contender", "Step", "compare", "measure"]
 
 Step = Callable[[], object]
 BASELINE = "adam"  # what ratios are relative to
@@ -178,42 +174,3 @@ def _graph_bytes() -> int:  # pragma: no cover
     """Memory that CUDA graphs keep for what they make inside, which the allocator counts as free."""
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
     return sum(int(s["total_size"]) - int(s["allocated_size"]) for s in pools)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors made under it that are alive, and the most there have been; views count once.
-
-    Example:
-        >>> with LiveBytes() as memory:
-        ...     x = torch.zeros(10).view(2, 5) + 1
-        >>> memory.live, memory.peak
-        (40, 80)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
-        self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operator and note the memory it made."""
-        result = func(*args, **(kwargs or {}))
-        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and id(value.untyped_storage()) not in given:
-                self._note(value.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)

@@ -102,18 +102,28 @@ class BatchedPass:
     def rows(self, inputs: list[Tensor], deltas: list[Tensor]) -> RowGroup:
         """Rows from the inputs and output gradients of the layers in the order of their calls, (S, M, ...) each.
 
-        Both lists are used up: what one layer leaves makes room for the gradients of the next.
+        Both lists are used up: what one layer leaves makes room for the gradients of the next. Layers with few
+        parameters come first, because their rows take little, and what they leave is as much as others leave: then
+        there is room for the patches of a convolution.
         """
         assert self.calls is not None
         assert len(self.calls) == len(inputs) == len(deltas)
-        parts: dict[str, list[Block]] = {}
+        parts: dict[str, dict[int, Block]] = {}
         count = deltas[0].shape[:2].numel()
-        inputs.reverse()
-        deltas.reverse()
-        for name, _ in self.calls:
-            for full, block in self._blocks(name, inputs.pop(), deltas.pop()).items():
-                parts.setdefault(full, []).append(block)
-        return RowGroup(count, {name: add(uses) for name, uses in parts.items()}, {})
+        pairs = dict(enumerate(zip(inputs, deltas, strict=True)))
+        inputs.clear()
+        deltas.clear()
+        for turn in sorted(pairs, key=self._size):
+            for full, block in self._blocks(self.calls[turn][0], *pairs.pop(turn)).items():
+                parts.setdefault(full, {})[turn] = block
+        # Several uses are added in the order of the calls, whichever came first.
+        blocks = {name: add([uses[turn] for turn in sorted(uses)]) for name, uses in parts.items()}
+        return RowGroup(count, blocks, {})
+
+    def _size(self, turn: int) -> int:
+        """Parameters of the layer of a call."""
+        assert self.calls is not None
+        return sum(param.numel() for param in self.layers[self.calls[turn][0]].parameters(recurse=False))
 
     def _one(self, theta: Tensor, epsilons: Sequence[Tensor], batch: Any) -> tuple[Tensor, list[Tensor]]:
         """Log-likelihoods at one draw, and the inputs of the layers."""

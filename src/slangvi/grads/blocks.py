@@ -11,10 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slangvi.grads.base import CHUNK_BYTES, Block, Formed
-from slangvi.grads.outer import Outer
+from slangvi.grads.outer import Outer, Unopened
 from slangvi.types import Routes
 
-__all__ = ["Block", "Formed", "Memo", "Outer", "Rows", "Settle", "add", "as_it_is", "cheapest", "place", "stack"]
+__all__ = [
+    "Block",
+    "Formed",
+    "Memo",
+    "Outer",
+    "Rows",
+    "Settle",
+    "Unopened",
+    "add",
+    "as_it_is",
+    "cheapest",
+    "place",
+    "stack",
+]
 
 
 @dataclass(frozen=True)
@@ -123,12 +136,12 @@ class Rows(Block):
 
 
 # (parameter name, block) → the same gradients in the form they are to be kept in.
-Settle = Callable[[str, Block], Block]
+Settle = Callable[[str, Block | Unopened], Block]
 
 
-def as_it_is(name: str, block: Block) -> Block:
+def as_it_is(name: str, block: Block | Unopened) -> Block:
     """Keep a block in the form its rule gave it."""
-    return block
+    return block.opened() if isinstance(block, Unopened) else block
 
 
 def add(blocks: Sequence[Block]) -> Block:
@@ -209,7 +222,7 @@ def _alike(a: Outer, b: Outer) -> bool:
     return a.left.shape[1::2] == b.left.shape[1::2] and a.right.shape[-1] == b.right.shape[-1]
 
 
-def cheapest(block: Block, rank: int, routes: Routes | None = None, name: str = "") -> Block:
+def cheapest(block: Block | Unopened, rank: int, routes: Routes | None = None, name: str = "") -> Block:
     """Form outer products when counted multiplications say so and the result fits `form_bytes`, or as `routes` insist.
 
     Per step, with K = rank products on either side:
@@ -219,15 +232,22 @@ def cheapest(block: Block, rank: int, routes: Routes | None = None, name: str = 
     routes = routes or Routes()
     if isinstance(block, Rows):
         return replace(block, chunk_bytes=routes.chunk_bytes)
-    if not isinstance(block, Outer):
+    if not isinstance(block, Outer | Unopened):
         return block
-    wish, chunked = routes.layer(name), replace(block, chunk_bytes=routes.chunk_bytes)
-    if wish == "form":
+    if _forms(block, rank, routes, name):
         return Formed(block.form())
+    return replace(block.opened(), chunk_bytes=routes.chunk_bytes)
+
+
+def _forms(block: Outer | Unopened, rank: int, routes: Routes, name: str) -> bool:
+    """Whether outer products are to be formed."""
+    wish = routes.layer(name)
+    if wish == "form":
+        return True
     R, G, T, O, I = block.sizes  # noqa: E741
     if wish == "factor" or R * G * O * I * block.left.element_size() > routes.form_bytes:
-        return chunked
+        return False
     products = 2 * rank + 1
     factored = R * R * T * T * (O + I) + products * R * T * O * I
     formed = R * T * O * I + R * R * O * I + products * R * O * I
-    return Formed(block.form()) if formed < factored else chunked
+    return formed < factored

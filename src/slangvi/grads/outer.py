@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from slangvi.grads.base import CACHE_BYTES, CHUNK_BYTES, Block, add_entries, add_product, own_products
 
-__all__ = ["Outer"]
+__all__ = ["Outer", "Unopened"]
 
 
 # Entries of a parameter up to which products with several columns are one product.
 _FEW = 1 << 14
+# Largest piece of what is opened to be formed: there may be much else in memory, and little room in one piece.
+_OPENED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class Outer(Block):
         rows = self.right.shape[0]
         inputs = rows * rows if T == 1 else R * R
         return G * T * T * (R * R * O + inputs * I), G * T * O * (rows * I + R)
+
+    def opened(self) -> Outer:
+        """Itself: there is nothing to be opened."""
+        return self
 
     def form(self) -> Tensor:
         """(R, p)."""
@@ -210,6 +217,51 @@ class Outer(Block):
         rows = max(1, limit // per_row)
         pairs = zip(self.left.split(rows), self.right.split(rows), strict=True)
         return [replace(self, left=left, right=right) for left, right in pairs]
+
+
+@dataclass(frozen=True)
+class Unopened:
+    """The same with a made from an input when it is asked for, since it is many times larger: patches of a convolution.
+
+    No block: it becomes one when it is known whether it is to be formed.
+
+    Args:
+        left: δ, (R, G, T, O).
+        source: x, (R/S, ...).
+        width: I.
+        open: some rows of x → as many of a, (..., G, T, I).
+    """
+
+    left: Tensor
+    source: Tensor
+    width: int
+    open: Callable[[Tensor], Tensor]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(R, G, T, O, I)."""
+        R, G, T, O = self.left.shape  # noqa: E741
+        return R, G, T, O, self.width
+
+    def opened(self) -> Outer:
+        """The block with all of a."""
+        return Outer(self.left, self.open(self.source))
+
+    def form(self) -> Tensor:
+        """The gradients themselves, some rows of x at a time, (R, p)."""
+        _, G, T, O, I = self.sizes  # noqa: E741
+        left = self.left.unflatten(0, (-1, max(1, len(self.source))))
+        per_row = G * T * max(O, I) * len(left) * left.element_size()
+        count = max(1, _OPENED_BYTES // max(1, per_row))
+        if len(self.source) <= count:
+            return self.opened().form()
+        rows: Tensor = left.new_empty(*left.shape[:2], G * O * I)
+        for start in range(0, len(self.source), count):
+            part = slice(start, start + count)
+            rows[:, part] = (
+                Outer(left[:, part].flatten(0, 1), self.open(self.source[part])).form().view_as(rows[:, part])
+            )
+        return rows.flatten(0, 1)
 
 
 def _contracted(left: Tensor, seen: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from slangvi._steps import Schedule
 from slangvi.errors import NumericalError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup, per_example_gradients
 from slangvi.grads.batched import BatchedPass
-from slangvi.grads.blocks import Block, cheapest
+from slangvi.grads.blocks import Block, Unopened, cheapest
 from slangvi.grads.dense import Together, batch_size, draws_at_once
 from slangvi.grads.replay import rounding
 from slangvi.types import GradientOperator, Params, ParamSpec, Routes
@@ -176,7 +176,7 @@ class FactoredGatherer:
         """The operator over rows of these groups; draws that show the dtype are not kept by it."""
         return FactoredGradients(spec, groups, self.rank, like.new_empty(0), self.routes)
 
-    def _settle(self, name: str, block: Block) -> Block:
+    def _settle(self, name: str, block: Block | Unopened) -> Block:
         return cheapest(block, self.rank, self.routes, name)
 
     def _draw_by_draw(self, kind: Kind, thetas: Tensor, batch: Any, recheck: bool) -> tuple[FactoredGradients, float]:

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 
+from slangvi._live_bytes import LiveBytes
 from slangvi.linalg.constants import handed_out
 
-__all__ = ["aside", "beside", "capture_graph", "joined", "randomness_kept"]
+__all__ = ["aside", "beside", "capture_graph", "joined", "randomness_kept", "rehearsing", "reserved"]
+
+# Torch's allocator takes tensors up to the first size from pieces of 2 MB, and up to the second from pieces of 20 MB.
+_SMALL, _LARGE, _PIECE = 1 << 20, 10 << 20, 20 << 20
 
 
 @contextmanager
@@ -44,6 +48,54 @@ def aside(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(side):
         yield
     here.wait_stream(side)
+
+
+class _Taken(LiveBytes):
+    """Memory of tensors that are not small, but for that of the branch."""
+
+    def __init__(self, branch: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._branch, self._largest = branch, 0
+
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is taken where graphs are captured; branches have memory of their own."""
+        counts = storage.nbytes() > _SMALL and torch.cuda.current_stream(storage.device) != self._branch
+        if counts:
+            self._largest = max(self._largest, storage.nbytes())
+        return counts
+
+    @property
+    def needed(self) -> int:
+        """Bytes for all, and some for what finds no place between others that are in use."""
+        return self.peak + min(self._largest, _PIECE)
+
+
+@contextmanager
+def rehearsing(device: torch.device) -> Iterator[_Taken]:
+    """Aside, with a count of the memory that the same will need in a graph."""
+    with aside(device), _Taken(_stream(device, "branch")) as taken:
+        yield taken
+
+
+def reserved(size: int, pool: Any, device: torch.device) -> torch.cuda.CUDAGraph | None:
+    """Memory for graphs to come, in one piece: tensors of some megabytes leave much of pieces of 20 MB unused.
+
+    Args:
+        size: bytes that they need at the worst moment.
+        pool: of the graphs; what is free in it already is not reserved again.
+        device: theirs.
+
+    Returns:
+        What holds the memory, to be kept until they are captured; None where there is enough.
+    """
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+    free = sum(int(s["total_size"]) - int(s["allocated_size"]) for s in segments if s["total_size"] > _LARGE)
+    if size - free < _LARGE:
+        return None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=_stream(device, "side")):
+        torch.empty(size - free, dtype=torch.uint8, device=device)[:1].zero_()  # a graph of nothing is warned of
+    return graph
 
 
 @contextmanager

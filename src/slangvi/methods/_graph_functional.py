@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slangvi._steps import Prior
+from slangvi.grads import FactoredGradients
 from slangvi.grads.batched import BatchedPass
 from slangvi.methods._gather import FactoredGatherer, checked_values
 from slangvi.methods._graph import Captured
 from slangvi.methods._graph_runner import Runner, packed
 from slangvi.methods._launched import Launched, Numbers, Setup
-from slangvi.types import GradientOperator, ParamSpec
+from slangvi.types import ParamSpec
 
 __all__ = ["FunctionalStep", "GraphRunner"]
 
@@ -54,7 +55,7 @@ class FunctionalStep(Captured):
         self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.capture()
 
-    def gradients(self) -> tuple[GradientOperator, Tensor]:
+    def gradients(self) -> tuple[FactoredGradients, Tensor]:
         """Rows of all draws, and the mean of their log-likelihoods."""
         thetas = self.draw((self.draws,))
         group, self.table = self.fast.gather(thetas, tree_unflatten(self.leaves, self.structure))

@@ -21,9 +21,9 @@ from slangvi.methods._graph import Captured
 from slangvi.methods._graph_pass import PassRunner
 from slangvi.methods._graph_runner import Runner, has_graphs, packed
 from slangvi.methods._launched import Launched, Numbers, Setup
-from slangvi.methods._row_leaves import ReplayedBlocks, Signature, bytes_of, leaves_of, rebuilt, too_large
+from slangvi.methods._row_leaves import ReplayedBlocks, Signature, bytes_of, key_of, leaves_of, rebuilt, too_large
 from slangvi.optimizer import InfoT, StateT
-from slangvi.types import GradientOperator, ParamSpec, Routes
+from slangvi.types import ParamSpec, Routes
 
 __all__ = ["LoopRunner", "LoopStep", "ReplayingOptimizer"]
 
@@ -38,7 +38,7 @@ class LoopStep(Captured):
 
     Args:
         spec: layout.
-        rows: an example of the rows to come; copied.
+        rows: an example of the rows to come; copied, or read where they are if others will lie there.
         routes: see `FactoredGradients`.
         params: the model's parameters, which draws and the mean are written to.
         setup: see `Setup`.
@@ -56,12 +56,14 @@ class LoopStep(Captured):
     ) -> None:
         super().__init__(setup)
         self.spec, self.routes, self.params = spec, routes, list(params)
-        copies = {key: leaf.detach().clone() for key, leaf in leaves_of(rows)[1].items()}
-        self.copies = list(copies.values())
-        self.rows = [rebuilt(group, copies) for group in rows]
+        # Those of replayed passes lie in the same place at every step, and are read there.
+        stay = {key_of(x) for group in rows if isinstance(group.blocks, ReplayedBlocks) for x in group.blocks.flats}
+        places = {key: x if key in stay else x.detach().clone() for key, x in leaves_of(rows)[1].items()}
+        self.places = list(places.values())
+        self.rows = [rebuilt(group, places) for group in rows]
         self.capture()
 
-    def gradients(self) -> tuple[GradientOperator, Tensor]:
+    def gradients(self) -> tuple[FactoredGradients, Tensor]:
         """The operator over the copied rows; the loss was not seen."""
         like = self.state[0]
         return FactoredGradients(self.spec, self.rows, self.rank, like, self.routes), like.new_zeros(())
@@ -83,8 +85,13 @@ class LoopStep(Captured):
         self._write(self.state[0])
 
     def feed(self, leaves: Sequence[Tensor]) -> None:
-        """Hand over the tensors of rows of the same make."""
-        torch._foreach_copy_(self.copies, list(leaves))
+        """Hand over the tensors of rows of the same make; those that are where they are to be stay there."""
+        known = {place.data_ptr() for place in self.places}
+        pairs = [(a, b) for a, b in zip(self.places, leaves, strict=True) if a.data_ptr() != b.data_ptr()]
+        if pairs:
+            # What lies in another's place would be overwritten before it is read.
+            given = [b.clone() if b.data_ptr() in known else b for _, b in pairs]
+            torch._foreach_copy_([a for a, _ in pairs], given)
 
     def _write(self, flat: Tensor) -> None:
         pieces = flat.split(self.spec.numels)

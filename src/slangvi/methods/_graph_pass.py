@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -69,6 +70,7 @@ class CapturedPass:
         self.params = dict(params)
         self.x = x.detach().clone()
         self.ticket: object = None  # given to the forward pass whose backward is to come
+        self._lent: dict[int, tuple[list[Tensor], weakref.ref[ReplayedBlocks]]] = {}  # memory of rows, and who has it
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         with randomness_kept(x.device), _buffers_kept(model):
             self._rehearse()
@@ -76,14 +78,11 @@ class CapturedPass:
                 self.graphs[piece.__name__] = capture_graph(piece, pool, x.device)
 
     def _rehearse(self) -> None:
-        """Both beside the graphs; shows the shapes of what they leave behind."""
+        """Both beside the graphs: libraries set themselves up on first use."""
         with aside(self.x.device):
-            self.flats: list[Tensor] = []
             self.go_forward()
             self.cotangent = torch.zeros_like(self.output)
-            self.gradient = torch.cat([leaf.detach().flatten() for leaf in self.leaves.values()])
             self.go_back()
-            self.flats = [torch.cat([x.flatten() for x in parts]) for parts in self._by_dtype().values()]
 
     # ---- what is captured
 
@@ -100,30 +99,39 @@ class CapturedPass:
             raise TypeError("the model changes its input in place")
 
     def go_back(self) -> None:
-        """Rows and gradients from the output's gradient."""
+        """Rows and gradients from the output's gradient.
+
+        Of all that is made on the way only these are held on to, in a few flat tensors: with autograd's graph go the
+        inputs of the layers, and other graphs may use their memory.
+        """
         with torch.enable_grad(), self.recorder.listening():
             grads = torch.autograd.grad(self.output, list(self.leaves.values()), self.cotangent, allow_unused=True)
+        self.output = self.output.detach()
         totals = {name: g for name, g in zip(self.leaves, grads, strict=True) if g is not None}
         with torch.no_grad():
             self.reached = list(totals)
-            (group,) = self.recorder.collect(self.leaves, totals, len(self.x))
-            self.group = replace(group, totals={})
-            for flat, parts in zip(self.flats, self._by_dtype().values(), strict=False):
-                torch._foreach_copy_([view for _, view in _views(flat, parts)], parts)
-            torch._foreach_copy_([self._pieces(self.gradient)[name] for name in totals], list(totals.values()))
+            self.gradient = torch.cat([g.flatten() for g in totals.values()])
+            (found,) = self.recorder.collect(self.leaves, totals, len(self.x))
+            group = replace(found, totals={})
+            parts = self._by_dtype(group)
+            self.flats = [torch.cat([x.flatten() for x in each]) for each in parts]
+            self.group = rebuilt(group, self._places(parts, self.x, self.flats))
 
-    def _by_dtype(self) -> dict[torch.dtype, list[Tensor]]:
-        """What the rows are made of, but for the input, which several passes may share."""
+    def _by_dtype(self, group: RowGroup) -> list[list[Tensor]]:
+        """What rows are made of, but for the input, which several passes may share."""
         found: dict[torch.dtype, list[Tensor]] = {}
-        for key, leaf in leaves_of([self.group])[1].items():
+        for key, leaf in leaves_of([group])[1].items():
             if key != key_of(self.x):
                 found.setdefault(leaf.dtype, []).append(leaf)
-        return found
+        return list(found.values())
 
-    def _pieces(self, flat: Tensor) -> dict[str, Tensor]:
-        """A flat tensor in the shapes of the parameters."""
-        parts = flat.split([leaf.numel() for leaf in self.leaves.values()])
-        return {name: part.view(leaf.shape) for part, (name, leaf) in zip(parts, self.leaves.items(), strict=True)}
+    def _places(self, parts: list[list[Tensor]], x: Tensor, flats: list[Tensor]) -> dict[Key, Tensor]:
+        """For all that rows are made of, the same of an input and of flat tensors."""
+        places: dict[Key, Tensor] = {key_of(self.x): x}
+        for flat, each in zip(flats, parts, strict=True):
+            pieces = flat.split([part.numel() for part in each])
+            places |= {key_of(part): piece.view(part.shape) for part, piece in zip(each, pieces, strict=True)}
+        return places
 
     # ---- what runs
 
@@ -150,22 +158,31 @@ class CapturedPass:
             raise RuntimeError("parameters were changed in place between forward and backward.")
         self.cotangent.copy_(cotangent)
         self.graphs["go_back"].replay()
-        pieces = self._pieces(self.gradient.clone())
-        return [pieces[name] if name in self.reached else None for name in self.leaves]
+        pieces = self.gradient.clone().split([self.params[name].numel() for name in self.reached])
+        found = dict(zip(self.reached, pieces, strict=True))
+        return [found[name].view(p.shape) if name in found else None for name, p in self.params.items()]
 
     def _versions(self) -> list[int]:
         return [param._version for param in self.params.values()]
 
     def rows(self, x: Tensor) -> RowGroup:
         """Rows of the latest backward pass, given a copy of its input."""
-        return RowGroup(len(x), ReplayedBlocks(self, x, [flat.clone() for flat in self.flats]), {})
+        blocks = ReplayedBlocks(self, x, self._room())
+        torch._foreach_copy_(blocks.flats, self.flats)
+        self._lent[blocks.flats[0].data_ptr()] = blocks.flats, weakref.ref(blocks)
+        return RowGroup(len(x), blocks, {})
+
+    def _room(self) -> list[Tensor]:
+        """Memory for rows; if it can be that of earlier ones which are gone, in the order in which these came first.
+
+        The rows of one step then lie where those of the step before lay, and a graph can read them there.
+        """
+        gone = (flats for flats, holder in self._lent.values() if holder() is None)
+        return next(gone, None) or [torch.empty_like(flat) for flat in self.flats]
 
     def blocks(self, x: Tensor, flats: list[Tensor]) -> Mapping[str, Block]:
         """The blocks over other memory of the same make."""
-        copies: dict[Key, Tensor] = {key_of(self.x): x}
-        for flat, parts in zip(flats, self._by_dtype().values(), strict=True):
-            copies |= {key_of(part): view for part, view in _views(flat, parts)}
-        return rebuilt(self.group, copies).blocks
+        return rebuilt(self.group, self._places(self._by_dtype(self.group), x, flats)).blocks
 
 
 class PassRunner:
@@ -381,9 +398,3 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
                 # Nothing has happened: a pass on its way may still need them.
                 with torch.autograd._unsafe_preserve_version_counter(buffer):  # type: ignore[attr-defined]
                     buffer.copy_(value)
-
-
-def _views(flat: Tensor, parts: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Pieces of a flat tensor in the shapes of others, beside those."""
-    pieces = flat.split([part.numel() for part in parts])
-    return [(part, piece.view(part.shape)) for part, piece in zip(parts, pieces, strict=True)]

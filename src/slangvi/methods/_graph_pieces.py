@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from slangvi._steps import averaged
+from slangvi.grads import FactoredGradients, RowGroup
 from slangvi.linalg import LowRankPrecision, Problem, choose_route, krylov
 from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.products import column_squares
 from slangvi.linalg.subspace import filtered, projected, pursued, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE
-from slangvi.methods._graph_capture import aside, beside, capture_graph, joined, randomness_kept
+from slangvi.methods._graph_capture import beside, capture_graph, joined, randomness_kept, rehearsing, reserved
 from slangvi.methods._graph_host import Received, Sent, pinned
 from slangvi.methods._launched import Setup
 from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, moved, shift, widen
-from slangvi.types import GradientOperator
+from slangvi.methods._row_leaves import bytes_of, leaves_of
 
 __all__ = ["Pieces"]
 
@@ -37,8 +38,11 @@ class Pieces(ABC):
     """
 
     # Whether time counts more than memory: sums over the gradients then run beside the eigenproblem, in memory that
-    # nothing else can use, and the new state is copied at once instead of when it is looked at.
+    # nothing else can use, and the new state is copied at once instead of when it is looked at. Where it does not, the
+    # graphs of a step share one piece of memory, and none holds what another has seen while it is captured.
     hurries = True
+    # Bytes of gradients up to which their sums leave room for something beside them.
+    apart = 32 << 20
 
     def __init__(self, setup: Setup) -> None:
         state, self.prior, self.num_data, self.momentum, generator, pool = setup
@@ -57,7 +61,7 @@ class Pieces(ABC):
         self.edge = pinned(1).fill_(1.0)  # see `filtered`
 
     @abstractmethod
-    def gradients(self) -> tuple[GradientOperator, Tensor]:
+    def gradients(self) -> tuple[FactoredGradients, Tensor]:
         """The operator, and the mean log-likelihood; captured."""
 
     @abstractmethod
@@ -71,23 +75,25 @@ class Pieces(ABC):
     def capture(self) -> None:
         """Run everything once beside the graph, as CUDA asks for, then capture it; the random state is left alone."""
         with randomness_kept(self.state.device), torch.no_grad():
-            self._rehearse()
+            needed = self._rehearse()
+            room = None if self.hurries else reserved(needed, self._pool, self.state.device)
             self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
             # In one go first: what that leaves behind is not needed, and its memory goes to the others.
             iterated = [self.once, self.twice, self.thrice, self.watch, self.again, self.sift, self.move_along]
             pieces = iterated if self.iterates else [self.watch]
             for piece in (*pieces, self.move_to_given, *self.extra_pieces()):
                 self.graphs[piece.__name__] = capture_graph(piece, self._pool, self.state.device, self.generator)
+            del room
 
-    def _rehearse(self) -> None:
-        """All pieces beside the graphs: libraries set themselves up on first use."""
-        with aside(self.state.device):
+    def _rehearse(self) -> int:
+        """All pieces beside the graphs: libraries set themselves up on first use. Returns the bytes they need."""
+        kept, squares = self.state.clone(), self.squares.clone()
+        with rehearsing(self.state.device) as taken:
             self.watch()
-            rank, problem = self.rank, self.observed.problem
-            self.vectors = self.state.new_zeros(problem.size, min(rank, problem.size), dtype=torch.float64)
+            rank, size = self.rank, self.observed.problem.size
+            self.vectors = self.state.new_zeros(size, min(rank, size), dtype=torch.float64)
             self.values = self.vectors.new_zeros(self.vectors.shape[1])
             self.inner = pinned((1 + self.block.shape[1]) * rank) if self.iterates else pinned(0)
-            kept, squares = self.state.clone(), self.squares.clone()
             if self.iterates:
                 self.once()
                 self.watch()
@@ -99,9 +105,12 @@ class Pieces(ABC):
             self.squares.copy_(squares)
             for piece in self.extra_pieces():
                 piece()
+        return taken.needed
 
     def observe(self) -> list[Tensor]:
         """Gradients and the eigenproblem; returns numbers that show whether all is finite, after `_join_sums`."""
+        if not self.hurries:
+            self.forget()
         self.receive()
         sent = self.here
         plain = sent.numbers.to(self.state.dtype)
@@ -111,7 +120,9 @@ class Pieces(ABC):
         self.weight = self.num_data / self.num_rows
         factor, seen, dtype = self.state[3:], self.seen, self.state.dtype
         mean = mean.to(dtype)  # not in the branch, by which the original would have to be held on to
-        with beside(self.state.device) if self.hurries else nullcontext():
+        size = bytes_of(leaves_of([RowGroup(self.num_rows, seen.blocks, {})])[1])
+        self.parted = self.hurries and size <= self.apart
+        with beside(self.state.device) if self.parted else nullcontext():
             # What is not finite in the gradients is not finite in their squares.
             squares, total = seen.square_sum(), seen.sum()
             checks = [squares.sum(), mean]
@@ -120,9 +131,14 @@ class Pieces(ABC):
         self.iterates = problem.route == "gram" and dtype in TOLERANCE and iteration_pays(problem.size, self.rank)
         return checks
 
+    def forget(self) -> None:
+        """Give up what another piece has seen: while a graph is captured, that memory is there for it."""
+        for name in ("seen", "observed", "block"):
+            self.__dict__.pop(name, None)
+
     def _join_sums(self) -> None:
         """Wait for sums and squares of the gradients."""
-        if self.hurries:
+        if self.parted:
             joined(self.state.device)
 
     def draw(self, count: tuple[int, ...]) -> Tensor:

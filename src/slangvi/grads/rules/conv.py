@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi.grads.blocks import Block, Formed, Outer
+from slangvi.grads.blocks import Block, Formed, Unopened
 from slangvi.grads.rules.registry import register_rule
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, shares_inputs=True)
-def conv(module: Conv, x: Tensor, delta: Tensor) -> dict[str, Block] | None:
+def conv(module: Conv, x: Tensor, delta: Tensor) -> dict[str, Block | Unopened] | None:
     """Weight of group g: g_r = Σ_t δ_rgt ⊗ patch_rgt. Bias: g_r = Σ_t δ_rt.  x (R, C, ...), δ (R, O, ...)."""
     if x.ndim != len(module.kernel_size) + 2:
         return None
     left = delta.unflatten(1, (module.groups, -1)).flatten(3).mT
-    return {"weight": Outer(left, patches(module, x)), "bias": Formed(delta.flatten(2).sum(-1))}
+    weight = Unopened(left, x, module.weight[0].numel(), partial(patches, module))
+    return {"weight": weight, "bias": Formed(delta.flatten(2).sum(-1))}
 
 
 def patches(module: Conv, x: Tensor) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from slangvi.grads.blocks import Block
+from slangvi.grads.blocks import Block, Unopened
 
 __all__ = ["Rule", "find_rule", "register_rule", "shares_inputs"]
 
-Rule = Callable[[Any, Tensor, Tensor], dict[str, Block] | None]
+Rule = Callable[[Any, Tensor, Tensor], Mapping[str, Block | Unopened] | None]
 _RULES: dict[type[nn.Module], Rule] = {}
 _SHARING: set[Rule] = set()
 

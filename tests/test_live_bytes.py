@@ -1,0 +1,38 @@
+"""Memory is what is alive, and what a subclass counts of it."""
+
+from __future__ import annotations
+
+import torch
+
+from slangvi._live_bytes import LiveBytes
+
+MEGABYTE = 250_000  # floats
+
+
+def test_live_bytes_follow_what_lives_and_count_views_once():
+    outside = torch.zeros(MEGABYTE)
+    memory = LiveBytes()
+    with memory:
+        outside.view(2, -1).add_(1)
+        assert memory.live == 0
+        kept = outside + 1
+        view = kept.view(2, -1)[0]
+        assert memory.live == 4 * MEGABYTE
+        (kept * 2 + 1).sum()
+        assert memory.live == 4 * MEGABYTE
+        assert memory.peak == 3 * 4 * MEGABYTE
+        del kept
+        assert memory.live == 4 * MEGABYTE
+        del view
+    assert memory.live == 0
+
+
+def test_what_does_not_count_is_not_noted():
+    class Large(LiveBytes):
+        def counts(self, storage):
+            return storage.nbytes() > 100
+
+    with Large() as memory:
+        small, large = torch.zeros(10), torch.zeros(100)
+        del small
+    assert (memory.live, memory.peak) == (large.nbytes, large.nbytes)
