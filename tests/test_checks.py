@@ -11,6 +11,7 @@ from torch import nn
 
 from cases import GPT
 from slangvi import _checks
+from slangvi.methods import slang
 from slangvi.types import ParamSpec
 
 NAN, INF = math.nan, math.inf
@@ -264,3 +265,13 @@ def test_devices_are_named():
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"device is 'cuda', but torch sees no GPU\. Use 'cpu'"):
         _checks.device("device", "cuda")
+
+
+def test_a_number_for_all_is_held_once_and_a_state_has_its_own():
+    params = {"w": torch.zeros(500)}
+    spec = ParamSpec.of(params)
+    found = _checks.per_parameter("prior_precision", 2.0, spec, LIKE)
+    assert torch.equal(found, torch.full((500,), 2.0, dtype=torch.float64))
+    assert found.untyped_storage().nbytes() == 8
+    diag = slang.init(params, 1, 2.0).prec_diag
+    assert diag.untyped_storage().nbytes() == 4 * 500

@@ -114,7 +114,7 @@ def per_parameter(
     """A float, a dict of names or globs, or a flat tensor, as one number per parameter entry (P,).
 
     In a dict an exact name wins over globs, and globs are tried in the dict's order. Its keys must match a parameter
-    of `known`, the whole model, when `spec` is one group of it.
+    of `known`, the whole model, when `spec` is one group of it. A float is held once, whatever P.
     """
     low = 0.0 if positive else -math.inf
     if isinstance(value, Mapping):
@@ -123,14 +123,14 @@ def per_parameter(
     elif isinstance(value, Tensor) and value.numel() != 1:
         result = _from_tensor(name, value, spec, positive)
     else:
-        result = torch.full((spec.num_params,), number(name, value, low), dtype=torch.float64, device="cpu")
+        result = torch.full((1,), number(name, value, low), dtype=torch.float64, device="cpu")
     converted = result.to(like, copy=True)
     lost = ~torch.isfinite(converted) | (positive & (converted <= 0))
     if bool(lost.any()):
         kind = "finite and > 0" if positive else "finite"
         given = float(result[lost.to(result.device)][0])
         raise ValueError(f"{name} must be {kind} in {like.dtype}, the dtype of the state, got {given:g}.")
-    return converted
+    return converted.expand(spec.num_params)
 
 
 def per_tensor(

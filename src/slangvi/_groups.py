@@ -98,7 +98,7 @@ class GroupValues:
             whole = isinstance(given, Tensor) and given.shape == (self.spec.num_params,)
             value = torch.cat([given[self.spec.slices[name]] for name in inner.names]) if whole else given
             parts.append(_checks.per_parameter(key, value, inner, self.like, positive, known=self.spec))
-        return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def per_group(self, key: str) -> Iterator[tuple[ParamSpec, Any]]:
         """The layout of each group, and what it says; 0 where it says nothing."""

@@ -18,7 +18,7 @@ __all__ = ["Outer", "Unopened"]
 # Entries of a parameter up to which products with several columns are one product.
 _FEW = 1 << 14
 # Largest piece of what is opened to be formed: there may be much else in memory, and little room in one piece.
-_OPENED_BYTES = 16 << 20
+_OPENED_BYTES = 20 << 20
 
 
 @dataclass(frozen=True)
@@ -251,16 +251,15 @@ class Unopened:
         """The gradients themselves, some rows of x at a time, (R, p)."""
         _, G, T, O, I = self.sizes  # noqa: E741
         left = self.left.unflatten(0, (-1, max(1, len(self.source))))
-        per_row = G * T * max(O, I) * len(left) * left.element_size()
-        count = max(1, _OPENED_BYTES // max(1, per_row))
-        if len(self.source) <= count:
+        count = -(-G * T * max(O, I) * len(self.left) * left.element_size() // _OPENED_BYTES)
+        if count <= 1:
             return self.opened().form()
         rows: Tensor = left.new_empty(*left.shape[:2], G * O * I)
-        for start in range(0, len(self.source), count):
-            part = slice(start, start + count)
-            rows[:, part] = (
-                Outer(left[:, part].flatten(0, 1), self.open(self.source[part])).form().view_as(rows[:, part])
-            )
+        width = -(-len(self.source) // count)
+        for start in range(0, len(self.source), width):
+            part = slice(start, start + width)
+            some = replace(self, left=left[:, part].flatten(0, 1), source=self.source[part])
+            rows[:, part] = some.opened().form().view_as(rows[:, part])
         return rows.flatten(0, 1)
 
 

@@ -122,7 +122,7 @@ def start(params: Params, init_precision: Any) -> tuple[ParamSpec, Tensor, Tenso
         The layout, μ (P,), and the precision of each entry (P,).
     """
     spec, loc = flat_start(params)
-    return spec, loc, _checks.per_parameter("init_precision", init_precision, spec, loc)
+    return spec, loc, _checks.per_parameter("init_precision", init_precision, spec, loc).contiguous()
 
 
 def flat_start(params: Params) -> tuple[ParamSpec, Tensor]:

@@ -221,6 +221,11 @@ def _larger(whole: Tensor, bound: Tensor) -> Tensor:
     return torch.maximum(whole, bound).to(bound.dtype)
 
 
+def _negative(correction: Tensor) -> Tensor:
+    """What is negative of it, in place where nobody watches: it is not needed any more."""
+    return correction.clamp_max_(0) if is_plain(correction) else correction.clamp_max(0)
+
+
 def moved(loc: Tensor, lr: float | Tensor, direction: Tensor) -> Tensor:
     """μ − α·direction, in one pass; with α a number it is written over a direction that nobody watches."""
     if isinstance(lr, Tensor):
@@ -271,6 +276,6 @@ def shift_by(
     given = (total, weight, prior.precision, prior.mean, rates.momentum, rates.correction)
     average, gradient = by_columns(_gradient, loc, momentum, *given)
     new_loc = moved(loc, rates.lr, precision.solve(gradient))
-    clipped = (0.0 - widened.correction).clamp_min(0)  # not -correction, which would tell -0.0 where nothing is clipped
-    told = sums(widened.whole_diag, clipped, new_loc, precision.diag)
+    told = sums(widened.whole_diag, _negative(widened.correction), new_loc, precision.diag)
+    told[..., 1] = 0.0 - told[..., 1]  # not its negative, which would be -0.0 where nothing is clipped
     return Proposed(new_loc, precision.factor, precision.diag, average, precision, told)

@@ -96,6 +96,7 @@ def update(
             + GRADIENT_REMEDY
         ) from error
     widened = widen_by(state.prec_diag, solved.factor, diagonal, prior, rates)
+    del diagonal, fresh  # a vector less while the mean is found
     new = shift_by(state.loc, state.momentum, total, widened, weight, prior, rates)
     if not math.isfinite(new.told.sum()):
         require_finite("the new precision", step, state.spec, STATE_REMEDY, new.prec_diag, new.prec_factor)
