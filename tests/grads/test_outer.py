@@ -165,8 +165,10 @@ def test_columns_may_be_a_slice_of_a_wider_tensor(name):
     torch.testing.assert_close(block.mm(wide), block.form() @ wide.T)
 
 
+@pytest.mark.parametrize("long", [1, 1 << 16], ids=["rows count as long", "as short"])
 @pytest.mark.parametrize("name", [name for name in MAKERS if "table" not in name])
-def test_what_is_written_for_a_gpu_gives_the_same(name):
+def test_what_is_written_for_a_gpu_gives_the_same(monkeypatch, name, long):
+    monkeypatch.setattr(outer, "_LONG", long)
     block = MAKERS[name]()
     columns, weights = randn(5, block.num_params), randn(block.num_rows, 5)
     fields = ("rows",) if isinstance(block, Formed) else ("left", "right")

@@ -17,6 +17,9 @@ __all__ = ["Outer", "Unopened"]
 
 # Entries of a parameter up to which products with several columns are one product.
 _FEW = 1 << 14
+# Entries of δ in a row from which a GPU is quicker with a product and a sum than with one sum of products for each row,
+# which keeps as many of its processors busy as there are rows.
+_LONG = 1 << 16
 # Largest piece of what is opened to be formed: there may be much else in memory, and little room in one piece.
 _OPENED_BYTES = 20 << 20
 
@@ -267,6 +270,8 @@ def _contracted(left: Tensor, seen: Tensor) -> Tensor:
     """Σ_to δ_srto · seen_krto for one group, (K, S·R/S)."""
     if left.device.type == "cpu":  # few columns at a time, see `_columns`: plain products beat many tiny matrices
         return torch.stack([(left * column).sum((-2, -1)).flatten() for column in seen])
+    if len(left) == 1 and left[0, 0].numel() >= _LONG and not torch._C._functorch.is_functorch_wrapped_tensor(seen):
+        return seen.mul_(left).sum((-2, -1))
     return torch.einsum("srto,krto->ksr", left, seen).flatten(1)
 
 
