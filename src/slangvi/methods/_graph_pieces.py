@@ -21,7 +21,7 @@ from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.products import column_squares
 from slangvi.linalg.subspace import filtered, projected, pursued, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE
-from slangvi.methods._graph_capture import beside, capture_graph, joined, randomness_kept, rehearsing, reserved
+from slangvi.methods._graph_capture import aside, beside, capture_graph, joined, randomness_kept, rehearsing, reserved
 from slangvi.methods._graph_host import Received, Sent, pinned
 from slangvi.methods._launched import Setup
 from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, moved, shift, widen
@@ -75,8 +75,12 @@ class Pieces(ABC):
     def capture(self) -> None:
         """Run everything once beside the graph, as CUDA asks for, then capture it; the random state is left alone."""
         with randomness_kept(self.state.device), torch.no_grad():
-            needed = self._rehearse()
-            room = None if self.hurries else reserved(needed, self._pool, self.state.device)
+            kept = [(x, x.clone()) for x in (self.state, self.squares)]  # not counted, since graphs do not need it
+            with aside(self.state.device) if self.hurries else rehearsing(self.state.device) as taken:
+                self._rehearse(kept)
+            del kept
+            # Held until everything is captured.
+            room = None if taken is None else reserved(taken.needed, self._pool, self.state.device)
             self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
             # In one go first: what that leaves behind is not needed, and its memory goes to the others.
             iterated = [self.once, self.twice, self.thrice, self.watch, self.again, self.sift, self.move_along]
@@ -85,27 +89,24 @@ class Pieces(ABC):
                 self.graphs[piece.__name__] = capture_graph(piece, self._pool, self.state.device, self.generator)
             del room
 
-    def _rehearse(self) -> int:
-        """All pieces beside the graphs: libraries set themselves up on first use. Returns the bytes they need."""
-        kept, squares = self.state.clone(), self.squares.clone()
-        with rehearsing(self.state.device) as taken:
+    def _rehearse(self, kept: list[tuple[Tensor, Tensor]]) -> None:
+        """All pieces beside the graphs: libraries set themselves up on first use. What was kept is put back."""
+        self.watch()
+        rank, size = self.rank, self.observed.problem.size
+        self.vectors = self.state.new_zeros(size, min(rank, size), dtype=torch.float64)
+        self.values = self.vectors.new_zeros(self.vectors.shape[1])
+        self.inner = pinned((1 + self.block.shape[1]) * rank) if self.iterates else pinned(0)
+        if self.iterates:
+            self.once()
             self.watch()
-            rank, size = self.rank, self.observed.problem.size
-            self.vectors = self.state.new_zeros(size, min(rank, size), dtype=torch.float64)
-            self.values = self.vectors.new_zeros(self.vectors.shape[1])
-            self.inner = pinned((1 + self.block.shape[1]) * rank) if self.iterates else pinned(0)
-            if self.iterates:
-                self.once()
-                self.watch()
-                self.again()
-                self.sift()
-                self.move_along()
-            self.move_to_given()
-            self.state.copy_(kept)
-            self.squares.copy_(squares)
-            for piece in self.extra_pieces():
-                piece()
-        return taken.needed
+            self.again()
+            self.sift()
+            self.move_along()
+        self.move_to_given()
+        for x, before in kept:
+            x.copy_(before)
+        for piece in self.extra_pieces():
+            piece()
 
     def observe(self) -> list[Tensor]:
         """Gradients and the eigenproblem; returns numbers that show whether all is finite, after `_join_sums`."""
