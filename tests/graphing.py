@@ -38,7 +38,7 @@ class FakeCuda:
     def graph(self, graph: FakeGraph, pool: object = None, stream: object = None) -> Iterator[None]:
         """Unlike the real one this runs the block, so what it changes is put back: random state, state, parameters."""
         graph.piece, graph.cuda = sys._getframe(2).f_locals["piece"], self  # behind contextlib, who captures
-        owner = graph.piece.__self__
+        owner = getattr(graph.piece, "__self__", None)
         changed = [owner.state, owner.squares, *getattr(owner, "params", [])] if hasattr(owner, "state") else []
         kept, random = [x.clone() for x in changed], torch.get_rng_state()
         with self.working(), FakeStream.capturing(stream):

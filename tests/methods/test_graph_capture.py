@@ -26,6 +26,7 @@ def test_a_rehearsal_counts_what_is_not_small_and_not_in_the_branch(cuda):
         with beside(CPU):
             floats(9)
         joined(CPU)
+        torch.zeros(64 * MB, device="meta")  # of another device, such as the host
     assert taken.live == kept.nbytes
     assert taken.peak == 8 * MB
     assert taken.needed == (8 + 5) * MB
@@ -61,3 +62,11 @@ def test_memory_is_reserved_in_one_piece_less_what_is_free(cuda, monkeypatch, se
         room = reserved(50 * MB, MINE, CPU)
     assert (room is None) == (taken == 0)
     assert memory.peak == taken * MB
+
+
+def test_nothing_is_reserved_where_another_allocator_has_no_pieces(cuda, monkeypatch):
+    def refuses():
+        raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", refuses)
+    assert reserved(50 * MB, MINE, CPU) is None

@@ -13,7 +13,7 @@ from torch import nn
 import slangvi
 from replaying import Net, assert_same_state, functional, problem, relative, steps
 from slangvi.methods import slang
-from slangvi.methods._graph_functional import GraphRunner
+from slangvi.methods._graph_functional import FunctionalStep, GraphRunner
 from slangvi.methods._graph_runner import MOST_GRAPHS, why_not_captured
 from slangvi.types import Routes
 
@@ -58,6 +58,23 @@ def test_every_route_can_be_replayed(cuda, routes):
     (eager, *_), (replayed, *_) = both([batch] * 7, model, routes=routes)
     assert_same_state(eager, replayed)
     assert cuda.replayed
+
+
+@pytest.mark.parametrize(("apart", "parted"), [(-1, False), (1 << 30, True)])
+def test_sums_of_large_gradients_have_no_branch(cuda, monkeypatch, apart, parted):
+    monkeypatch.setattr(FunctionalStep, "apart", apart)
+    seen, observe = [], FunctionalStep.observe
+
+    def watched(self):
+        found = observe(self)
+        seen.append(self.parted)
+        return found
+
+    monkeypatch.setattr(FunctionalStep, "observe", watched)
+    model, batch = problem()
+    (eager, *_), (replayed, *_) = both([batch] * 7, model)
+    assert_same_state(eager, replayed)
+    assert set(seen) == {parted}
 
 
 def test_more_rows_than_parameters_can_be_replayed(cuda):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -19,7 +20,7 @@ from replaying import N, Net, assert_agree, draw_and_step, optimizer, pair, prob
 from slangvi._steps import Prior
 from slangvi.grads import RowGroup
 from slangvi.grads.blocks import Formed, Outer, Rows
-from slangvi.methods import _graph_loop, _row_leaves
+from slangvi.methods import _graph_capture, _graph_loop, _graph_pieces, _row_leaves
 from slangvi.methods._graph_loop import LoopStep
 from slangvi.methods._graph_runner import MOST_GRAPHS
 from slangvi.methods._launched import Launched
@@ -435,3 +436,22 @@ def test_rows_that_lie_in_each_others_places_are_not_mixed_up(order):
     step.places = list(memory[:3])
     step.feed([memory[k] for k in order])
     assert [float(place[0]) for place in step.places] == list(order)
+
+
+def test_graphs_of_a_loop_are_captured_in_memory_that_was_counted_with_nothing_held(cuda, monkeypatch):
+    asked = []
+
+    def reserved(size, pool, device):
+        step = sys._getframe(1).f_locals["self"]
+        asked.append((size, "observed" in step.__dict__))
+
+    monkeypatch.setattr(_graph_capture, "_SMALL", 100)
+    monkeypatch.setattr(_graph_pieces, "reserved", reserved)
+    opt, batch = optimizer(problem()[0], True, on_divergence="ignore"), problem()[1]
+    for _ in range(6):
+        draw_and_step(opt, batch)
+    ((size, held),) = asked
+    (graph,) = opt._graphs.graphs.values()
+    assert not held
+    assert size > graph.state.nbytes
+    assert "observed" in graph.__dict__  # of the last piece that was captured, which the halves of a step share

@@ -384,6 +384,17 @@ def test_rows_lie_where_those_lay_that_are_gone(cuda):
     assert all(torch.equal(rows.blocks["0.weight"].form(), found[0].blocks["0.weight"].form()) for rows in found)
 
 
+def test_memory_that_the_last_step_did_not_need_is_given_up(cuda):
+    known, x = captured_pass()
+    many = [known.rows(x) for _ in range(5)]
+    assert len(known._lent) == 5
+    del many
+    for left in (5, 1, 1):
+        rows = known.rows(x)
+        assert len(known._lent) == left
+        del rows
+
+
 def test_a_captured_step_reads_rows_where_replayed_passes_leave_them(taped, monkeypatch):
     """What is copied for it at every step is the input alone, which belongs to the user."""
     opt, (x, y) = replaying_on(problem)

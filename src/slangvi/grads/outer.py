@@ -270,7 +270,8 @@ def _contracted(left: Tensor, seen: Tensor) -> Tensor:
     """Σ_to δ_srto · seen_krto for one group, (K, S·R/S)."""
     if left.device.type == "cpu":  # few columns at a time, see `_columns`: plain products beat many tiny matrices
         return torch.stack([(left * column).sum((-2, -1)).flatten() for column in seen])
-    if len(left) == 1 and left[0, 0].numel() >= _LONG and not torch._C._functorch.is_functorch_wrapped_tensor(seen):
+    watched = any(map(torch._C._functorch.is_functorch_wrapped_tensor, (left, seen)))
+    if len(left) == 1 and left.shape[2:].numel() >= _LONG and not watched:
         return seen.mul_(left).sum((-2, -1))
     return torch.einsum("srto,krto->ksr", left, seen).flatten(1)
 

@@ -20,7 +20,7 @@ PARTS = {
     "parameters": ("the model's parameters and buffers", "a smaller model, or a narrower dtype"),
     "gradients": ("p.grad, filled by backward", "zero_grad() before step()"),
     "data": ("the batch", "batch size"),
-    "state": ("mean, diagonal, momentum, prior: (P,) each", "freeze parameters"),
+    "state": ("mean, diagonal, momentum, prior unless a number: (P,) each", "freeze parameters"),
     "factor": ("the factor U, (L, P), and what is kept with it", "rank"),
     "next_state": ("the state after the step, beside the one before", "rank"),
     "draws": ("draws of the weights, (S, P)", "mc_samples"),
@@ -49,7 +49,7 @@ class MemoryPlan:
         parameters: parameters and buffers of the model.
         gradients: p.grad.
         data: the batch.
-        state: loc, prec_diag, momentum, and the prior's two vectors, (P,) each.
+        state: loc, prec_diag, momentum, and the prior's two vectors where they are not numbers, (P,) each.
         factor: prec_factor, (L, P), and what is kept with it.
         next_state: what the update has already made of the next state.
         draws: draws of the weights, and other copies of all weights.

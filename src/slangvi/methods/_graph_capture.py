@@ -51,15 +51,16 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 class _Taken(LiveBytes):
-    """Memory of tensors that are not small, but for that of the branch."""
+    """Memory of a device's tensors that are not small, but for that of the branch."""
 
-    def __init__(self, branch: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._branch, self._largest = branch, 0
+        self._device, self._branch, self._largest = device, _stream(device, "branch"), 0
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is taken where graphs are captured; branches have memory of their own."""
-        counts = storage.nbytes() > _SMALL and torch.cuda.current_stream(storage.device) != self._branch
+        """Whether it is taken where graphs are captured; branches have memory of their own, and so has the host."""
+        large = storage.device == self._device and storage.nbytes() > _SMALL
+        counts = large and torch.cuda.current_stream(self._device) != self._branch
         if counts:
             self._largest = max(self._largest, storage.nbytes())
         return counts
@@ -73,7 +74,7 @@ class _Taken(LiveBytes):
 @contextmanager
 def rehearsing(device: torch.device) -> Iterator[_Taken]:
     """Aside, with a count of the memory that the same will need in a graph."""
-    with aside(device), _Taken(_stream(device, "branch")) as taken:
+    with aside(device), _Taken(device) as taken:
         yield taken
 
 
@@ -88,14 +89,18 @@ def reserved(size: int, pool: Any, device: torch.device) -> torch.cuda.CUDAGraph
     Returns:
         What holds the memory, to be kept until they are captured; None where there is enough.
     """
-    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+    try:
+        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+    except RuntimeError:  # of another allocator, which has no pieces
+        return None
     free = sum(int(s["total_size"]) - int(s["allocated_size"]) for s in segments if s["total_size"] > _LARGE)
     if size - free < _LARGE:
         return None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=_stream(device, "side")):
+
+    def take() -> None:
         torch.empty(size - free, dtype=torch.uint8, device=device)[:1].zero_()  # a graph of nothing is warned of
-    return graph
+
+    return capture_graph(take, pool, device)
 
 
 @contextmanager

@@ -70,7 +70,9 @@ class CapturedPass:
         self.params = dict(params)
         self.x = x.detach().clone()
         self.ticket: object = None  # given to the forward pass whose backward is to come
-        self._lent: dict[int, tuple[list[Tensor], weakref.ref[ReplayedBlocks]]] = {}  # memory of rows, and who has it
+        # Memory of rows and who has it, and how much of it was in use since the first was lent again.
+        self._lent: list[tuple[list[Tensor], weakref.ref[ReplayedBlocks]]] = []
+        self._most = 0
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         with randomness_kept(x.device), _buffers_kept(model):
             self._rehearse()
@@ -83,6 +85,7 @@ class CapturedPass:
             self.go_forward()
             self.cotangent = torch.zeros_like(self.output)
             self.go_back()
+        del self.flats, self.group, self.gradient  # before the same is made in the graphs' memory
 
     # ---- what is captured
 
@@ -167,18 +170,27 @@ class CapturedPass:
 
     def rows(self, x: Tensor) -> RowGroup:
         """Rows of the latest backward pass, given a copy of its input."""
-        blocks = ReplayedBlocks(self, x, self._room())
-        torch._foreach_copy_(blocks.flats, self.flats)
-        self._lent[blocks.flats[0].data_ptr()] = blocks.flats, weakref.ref(blocks)
+        place, flats = self._room()
+        torch._foreach_copy_(flats, self.flats)
+        blocks = ReplayedBlocks(self, x, flats)
+        self._lent[place : place + 1] = [(flats, weakref.ref(blocks))]
+        self._most = max(self._most, place + 1)
         return RowGroup(len(x), blocks, {})
 
-    def _room(self) -> list[Tensor]:
-        """Memory for rows; if it can be that of earlier ones which are gone, in the order in which these came first.
+    def _room(self) -> tuple[int, list[Tensor]]:
+        """Memory for rows, and its number: the first of those whose rows are gone, or new.
 
-        The rows of one step then lie where those of the step before lay, and a graph can read them there.
+        The rows of one step then lie where those of the step before lay, and a graph can read them there. Rows are gone
+        when nobody holds them; what was taken out of them must be copied before. What the last step did not need is
+        given up.
         """
-        gone = (flats for flats, holder in self._lent.values() if holder() is None)
-        return next(gone, None) or [torch.empty_like(flat) for flat in self.flats]
+        place = next((k for k, (_, holder) in enumerate(self._lent) if holder() is None), len(self._lent))
+        if place == 0:
+            del self._lent[max(1, self._most) :]
+            self._most = 0
+        if place < len(self._lent):
+            return place, self._lent[place][0]
+        return place, [torch.empty_like(flat) for flat in self.flats]
 
     def blocks(self, x: Tensor, flats: list[Tensor]) -> Mapping[str, Block]:
         """The blocks over other memory of the same make."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slangvi._steps import averaged
-from slangvi.grads import FactoredGradients, RowGroup
+from slangvi.grads import FactoredGradients, Formed
 from slangvi.linalg import LowRankPrecision, Problem, choose_route, krylov
 from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.products import column_squares
@@ -25,7 +25,6 @@ from slangvi.methods._graph_capture import aside, beside, capture_graph, joined,
 from slangvi.methods._graph_host import Received, Sent, pinned
 from slangvi.methods._launched import Setup
 from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, moved, shift, widen
-from slangvi.methods._row_leaves import bytes_of, leaves_of
 
 __all__ = ["Pieces"]
 
@@ -41,7 +40,7 @@ class Pieces(ABC):
     # nothing else can use, and the new state is copied at once instead of when it is looked at. Where it does not, the
     # graphs of a step share one piece of memory, and none holds what another has seen while it is captured.
     hurries = True
-    # Bytes of gradients up to which their sums leave room for something beside them.
+    # Bytes of formed gradients up to which their sums leave room for something beside them.
     apart = 32 << 20
 
     def __init__(self, setup: Setup) -> None:
@@ -79,8 +78,10 @@ class Pieces(ABC):
             with aside(self.state.device) if self.hurries else rehearsing(self.state.device) as taken:
                 self._rehearse(kept)
             del kept
-            # Held until everything is captured.
-            room = None if taken is None else reserved(taken.needed, self._pool, self.state.device)
+            room = None
+            if taken is not None:
+                self.forget()
+                room = reserved(taken.needed, self._pool, self.state.device)  # held until everything is captured
             self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
             # In one go first: what that leaves behind is not needed, and its memory goes to the others.
             iterated = [self.once, self.twice, self.thrice, self.watch, self.again, self.sift, self.move_along]
@@ -121,8 +122,8 @@ class Pieces(ABC):
         self.weight = self.num_data / self.num_rows
         factor, seen, dtype = self.state[3:], self.seen, self.state.dtype
         mean = mean.to(dtype)  # not in the branch, by which the original would have to be held on to
-        size = bytes_of(leaves_of([RowGroup(self.num_rows, seen.blocks, {})])[1])
-        self.parted = self.hurries and size <= self.apart
+        formed = sum(block.rows.nbytes for block in seen.blocks.values() if isinstance(block, Formed))
+        self.parted = self.hurries and formed <= self.apart
         with beside(self.state.device) if self.parted else nullcontext():
             # What is not finite in the gradients is not finite in their squares.
             squares, total = seen.square_sum(), seen.sum()

@@ -216,7 +216,9 @@ def _summed(*columns: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _larger(whole: Tensor, bound: Tensor) -> Tensor:
     """The larger of two in the dtype of the second, which is that of d."""
-    if is_plain(whole):
+    if whole.is_cuda and is_plain(
+        whole
+    ):  # in one kernel; a CPU would make the larger one in whole's dtype all the same
         return torch.maximum(whole, bound, out=torch.empty_like(bound))
     return torch.maximum(whole, bound).to(bound.dtype)
 

@@ -161,7 +161,7 @@ def init(
     loc = spec.flatten({name: value.detach() for name, value in together.items()}, dtype).contiguous()
     if not bool(torch.isfinite(loc).all()):
         raise ValueError("params must be finite, got NaN or Inf. Re-initialise the models.")
-    diag = _settings.per_parameter("init_precision", init_precision, spec, loc)
+    diag = _settings.per_parameter("init_precision", init_precision, spec, loc).contiguous()
     steps, failed = torch.zeros(len(loc), dtype=torch.int64), torch.zeros(len(loc), dtype=torch.bool)
     return State(loc, loc.new_zeros(len(loc), rank, loc.shape[1]), diag, torch.zeros_like(loc), steps, failed, spec)
 
