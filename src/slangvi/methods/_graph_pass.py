@@ -11,6 +11,7 @@ import itertools
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -36,6 +37,8 @@ __all__ = ["CapturedPass", "PassRunner"]
 _tokens = itertools.count()
 # Kinds of call that are remembered, and calls after which a graph that was not used may go.
 _MOST_KINDS, _LONG_AGO = 256, 64
+# Steps in a row that leave memory for rows unused, after which it is given up.
+_STEPS = 8
 # How far outputs of a graph may be from the model's, relative to their size: rounding and a few units at a kink.
 _ALIKE = 1e-2
 Kind = tuple[object, ...]
@@ -70,9 +73,9 @@ class CapturedPass:
         self.params = dict(params)
         self.x = x.detach().clone()
         self.ticket: object = None  # given to the forward pass whose backward is to come
-        # Memory of rows and who has it, and how much of it was in use since the first was lent again.
+        # Memory of rows and who has it; how much was in use since the first was lent again, and in the steps before.
         self._lent: list[tuple[list[Tensor], weakref.ref[ReplayedBlocks]]] = []
-        self._most = 0
+        self._most, self._needed = 0, deque[int](maxlen=_STEPS)
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         with randomness_kept(x.device), _buffers_kept(model):
             self._rehearse()
@@ -181,13 +184,15 @@ class CapturedPass:
         """Memory for rows, and its number: the first of those whose rows are gone, or new.
 
         The rows of one step then lie where those of the step before lay, and a graph can read them there. Rows are gone
-        when nobody holds them; what was taken out of them must be copied before. What the last step did not need is
-        given up.
+        when nobody holds them; what was taken out of them must be copied before. What some steps in a row did not need
+        is given up; in one of them passes may have been checked, and not replayed.
         """
         place = next((k for k, (_, holder) in enumerate(self._lent) if holder() is None), len(self._lent))
         if place == 0:
-            del self._lent[max(1, self._most) :]
+            self._needed.append(self._most)
             self._most = 0
+            if len(self._needed) == _STEPS:
+                del self._lent[max(self._needed) :]
         if place < len(self._lent):
             return place, self._lent[place][0]
         return place, [torch.empty_like(flat) for flat in self.flats]
