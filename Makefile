@@ -25,9 +25,9 @@ define install
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv || echo "    uv is not available: using pip"
 	@if [ -x $(BIN)/uv ]; then \
-	  UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/uv pip install --quiet -c constraints.txt -e '.[$(1)]'; \
+	  UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/uv pip install --quiet -c constraints.txt -e '.[$(1)]' $(2); \
 	else \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]'; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]' $(2); \
 	fi
 	@touch $@
 endef
@@ -35,8 +35,8 @@ endef
 $(DEMO): pyproject.toml constraints.txt
 	$(call install,demo)
 
-$(STAMP): pyproject.toml constraints.txt
-	$(call install,dev)
+$(STAMP): pyproject.toml reproduction/pyproject.toml constraints.txt
+	$(call install,dev,-e ./reproduction)
 	@touch $(DEMO)
 
 demo: $(DEMO) ## install, train on embedded data, print the table, write demo.png
@@ -54,24 +54,26 @@ format: $(STAMP) ## let ruff rewrite the files
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: $(STAMP) ## mypy --strict on src
+types: $(STAMP) ## mypy --strict on both packages
 	@echo "--> mypy --strict"
 	@$(BIN)/mypy
 
-unit: $(STAMP) ## tests and doctests, two workers
-	@echo "--> pytest"
+unit: $(STAMP) ## tests and doctests of the library and of the reproduction, two workers
+	@echo "--> pytest, the library"
 	@$(BIN)/python -m pytest -q -n 2 -m "not slow" $(PYTEST_ARGS)
+	@echo "--> pytest, the reproduction"
+	@cd reproduction && ../$(BIN)/python -m pytest -q -n 2 -m "not slow" $(PYTEST_ARGS)
 
-coverage: override PYTEST_ARGS += --cov --cov-report=term --cov-fail-under=95
-coverage: unit ## the same, and coverage of src must reach 95 %; takes half as long again
+coverage: $(STAMP) ## tests of the library; they must cover 95 % of it
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow" --cov --cov-report=term --cov-fail-under=95 $(PYTEST_ARGS)
 
 # The list is complete and nothing else is resolved, so that no peer can bring another torch.
-$(PEERS): $(STAMP) benchmarks/peers.txt
+$(PEERS): $(STAMP) reproduction/benchmarks/peers.txt
 	@echo "--> installing the peers into $(VENV)"
 	@if [ -x $(BIN)/uv ]; then \
-	  VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/uv pip install --quiet --no-deps -r benchmarks/peers.txt; \
+	  VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/uv pip install --quiet --no-deps -r reproduction/benchmarks/peers.txt; \
 	else \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r reproduction/benchmarks/peers.txt; \
 	fi
 	@touch $@
 
@@ -82,7 +84,7 @@ bench: $(PEERS) ## measure against Adam, IVON and others, write docs/performance
 	@$(BIN)/slangvi bench report
 
 $(LOOPS): $(STAMP)
-	$(call install,dev$(comma)loops)
+	$(call install,dev$(comma)loops,-e ./reproduction)
 
 loops: $(LOOPS) ## install Lightning, Hugging Face and TensorBoard, run the training loops with them
 	@$(BIN)/python -m pytest -q tests/examples tests/test_tracking.py

@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from click.testing import Result
 
-    from slangvi.experiments import demo
+    from slangvi.cli import _demo_training as demo
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -79,11 +79,11 @@ class QuickDemo:
 
 @pytest.fixture(scope="session")
 def quick_demo(tmp_path_factory: pytest.TempPathFactory) -> QuickDemo:
-    """The command is run once, for real; the tests of the experiment and of the command line look at different ends."""
+    """The command is run once, for real; the tests of the training and of the command line look at different ends."""
     from click.testing import CliRunner
 
+    from slangvi.cli import _demo_training as demo
     from slangvi.cli.app import app
-    from slangvi.experiments import demo
 
     picture = tmp_path_factory.mktemp("demo") / "demo.png"
     results: list[demo.DemoResult] = []

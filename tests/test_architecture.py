@@ -68,21 +68,17 @@ def modules_in(*packages: str) -> list[str]:
 
 ALLOWED = {
     "slangvi.linalg": {"torch", "slangvi.types", "slangvi.linalg", "slangvi.errors"},
-    "slangvi.metrics": {"torch", "numpy", "slangvi.types", "slangvi.errors", "slangvi._checks", "slangvi.likelihoods"},
-    "slangvi.plots": {"torch", "matplotlib", "slangvi.metrics", "slangvi._checks"},
-    # scikit-learn bundles some of the data; it may be missing, so it is imported where it is used.
-    "slangvi.data": {
-        *("torch", "numpy", "sklearn", "slangvi.data"),
-        *("slangvi.types", "slangvi.errors", "slangvi._checks", "slangvi.likelihoods", "slangvi._files"),
-    },
+    "slangvi.metrics": {"torch", "numpy", "slangvi.types", "slangvi.errors", "slangvi.checks", "slangvi.likelihoods"},
+    "slangvi.plots": {"torch", "matplotlib", "slangvi.metrics", "slangvi.checks"},
+    "slangvi.data": {"torch", "sklearn", "slangvi.data"},
     "slangvi.distributions": {"torch", "slangvi.linalg", "slangvi.types"},
     "slangvi.types": {"torch", "slangvi.errors"},
     "slangvi.errors": {"torch"},
-    "slangvi._files": set(),
+    "slangvi.files": set(),
     "slangvi._out_of_memory": {"torch", "slangvi.errors"},
-    "slangvi._checks": {"torch", "slangvi.types", "slangvi.errors"},
-    "slangvi.likelihoods": {"torch", "slangvi.errors", "slangvi._checks", "slangvi.types", "slangvi.quadrature"},
-    "slangvi.quadrature": {"torch", "numpy", "slangvi._checks"},
+    "slangvi.checks": {"torch", "slangvi.types", "slangvi.errors"},
+    "slangvi.likelihoods": {"torch", "slangvi.errors", "slangvi.checks", "slangvi.types", "slangvi.quadrature"},
+    "slangvi.quadrature": {"torch", "numpy", "slangvi.checks"},
 }
 
 
@@ -99,15 +95,14 @@ FORBIDDEN = {
         *("slangvi.distributions", "slangvi.linalg"),
     ),
     "slangvi.optimizer": ("slangvi.methods",),
-    "slangvi.methods": ("slangvi.replicas", "slangvi.predict", "slangvi.experiments", "slangvi.bench", "slangvi.cli"),
-    "slangvi.replicas": ("slangvi.optimizer", "slangvi.predict", "slangvi.experiments", "slangvi.bench", "slangvi.cli"),
+    "slangvi.methods": ("slangvi.replicas", "slangvi.predict", "slangvi.cli"),
+    "slangvi.replicas": ("slangvi.optimizer", "slangvi.predict", "slangvi.cli"),
     "slangvi._steps": ("slangvi.methods", "slangvi.optimizer", "slangvi.grads"),
-    "slangvi.predict": ("slangvi.methods", "slangvi.optimizer", "slangvi.experiments", "slangvi.bench"),
-    "slangvi.estimators": ("slangvi.experiments", "slangvi.bench", "slangvi.tabular", "slangvi.cli"),
-    "slangvi.tabular": ("slangvi.experiments", "slangvi.bench", "slangvi.cli"),
-    "slangvi.memory": ("slangvi.predict", "slangvi.experiments", "slangvi.bench", "slangvi.cli"),
-    "slangvi.experiments": ("slangvi.bench",),
-    "slangvi.bench": ("slangvi.experiments",),
+    "slangvi.predict": ("slangvi.methods", "slangvi.optimizer"),
+    "slangvi.estimators": ("slangvi.tabular", "slangvi.cli"),
+    "slangvi.tabular": ("slangvi.cli",),
+    "slangvi.memory": ("slangvi.predict", "slangvi.cli"),
+    "slangvi": ("slangvi_reproduction",),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cases import GPT
-from slangvi import _checks
+from slangvi import checks
 from slangvi.methods import slang
 from slangvi.types import ParamSpec
 
@@ -20,7 +20,7 @@ LIKE = torch.zeros(0, dtype=torch.float64)
 
 @pytest.mark.parametrize(("value", "least"), [(1, 1), (7, 1), (0, 0), (np.int64(3), 1), (10**12, 5), (-2, -3)])
 def test_count_passes_whole_numbers(value, least):
-    result = _checks.count("n", value, least)
+    result = checks.count("n", value, least)
     assert result == value
     assert type(result) is int
 
@@ -41,7 +41,7 @@ BAD_COUNTS = [
 @pytest.mark.parametrize(("value", "least", "error", "message"), BAD_COUNTS)
 def test_count_refuses(value, least, error, message):
     with pytest.raises(error, match=message):
-        _checks.count("n", value, least)
+        checks.count("n", value, least)
 
 
 GOOD_NUMBERS = [
@@ -59,7 +59,7 @@ GOOD_NUMBERS = [
 
 @pytest.mark.parametrize(("value", "low", "high", "closed"), GOOD_NUMBERS)
 def test_number_passes_and_gives_a_float(value, low, high, closed):
-    result = _checks.number("x", value, low, high, closed)
+    result = checks.number("x", value, low, high, closed)
     assert result == float(value)
     assert type(result) is float
 
@@ -87,16 +87,16 @@ BAD_NUMBERS = [
 @pytest.mark.parametrize(("value", "low", "high", "closed", "error", "message"), BAD_NUMBERS)
 def test_number_refuses(value, low, high, closed, error, message):
     with pytest.raises(error, match=message):
-        _checks.number("x", value, low, high, closed)
+        checks.number("x", value, low, high, closed)
 
 
 def test_hints_end_the_message():
     for call in (
-        lambda: _checks.number("x", -1, 0.0, hint="Use 1."),
-        lambda: _checks.number("x", "a", 0.0, hint="Use 1."),
-        lambda: _checks.count("x", -1, hint="Use 1."),
-        lambda: _checks.count("x", "a", hint="Use 1."),
-        lambda: _checks.rate("x", -1, hint="Use 1."),
+        lambda: checks.number("x", -1, 0.0, hint="Use 1."),
+        lambda: checks.number("x", "a", 0.0, hint="Use 1."),
+        lambda: checks.count("x", -1, hint="Use 1."),
+        lambda: checks.count("x", "a", hint="Use 1."),
+        lambda: checks.rate("x", -1, hint="Use 1."),
     ):
         with pytest.raises((ValueError, TypeError), match=r"\. (Typical.* )?Use 1\.$"):
             call()
@@ -104,7 +104,7 @@ def test_hints_end_the_message():
 
 @pytest.mark.parametrize(("value", "high"), [(0.1, INF), (5.0, INF), (1.0, 1.0), (torch.tensor(0.5), 1.0)])
 def test_rate_passes(value, high):
-    assert _checks.rate("lr", value, high) == float(value)
+    assert checks.rate("lr", value, high) == float(value)
 
 
 @pytest.mark.parametrize(
@@ -119,22 +119,22 @@ def test_rate_passes(value, high):
 )
 def test_rate_refuses(value, high, message):
     with pytest.raises(ValueError, match=message):
-        _checks.rate("lr", value, high)
+        checks.rate("lr", value, high)
 
 
 def test_choice_passes_a_known_word_and_lists_the_others():
-    assert _checks.choice("kind", "b", ("a", "b")) == "b"
+    assert checks.choice("kind", "b", ("a", "b")) == "b"
     for value in ("c", None, 1, ["a"], torch.ones(2)):
         with pytest.raises(ValueError, match="kind must be one of 'a', 'b', got"):
-            _checks.choice("kind", value, ("a", "b"))
+            checks.choice("kind", value, ("a", "b"))
 
 
 def test_flag_passes_booleans_only():
-    assert _checks.flag("fast", True) is True
-    assert _checks.flag("fast", False) is False
+    assert checks.flag("fast", True) is True
+    assert checks.flag("fast", False) is False
     for value in (1, 0, "yes", None, torch.tensor(True), np.bool_(True)):
         with pytest.raises(TypeError, match="fast must be True or False, got"):
-            _checks.flag("fast", value)
+            checks.flag("fast", value)
 
 
 # ---- one number per parameter ----
@@ -146,7 +146,7 @@ SPEC = ParamSpec.of_module(
 
 @pytest.mark.parametrize("value", [3, 3.0, torch.tensor(3.0), torch.tensor([3])])
 def test_one_number_is_repeated(value):
-    result = _checks.per_parameter("p", value, SPEC, LIKE)
+    result = checks.per_parameter("p", value, SPEC, LIKE)
     assert result.tolist() == [3.0] * 7
     assert result.dtype is torch.float64
 
@@ -163,7 +163,7 @@ PATTERNS = [
 
 @pytest.mark.parametrize(("value", "expected"), PATTERNS)
 def test_globs_are_tried_in_order_and_an_exact_name_wins(value, expected):
-    assert _checks.per_parameter("p", value, SPEC, LIKE).tolist() == expected
+    assert checks.per_parameter("p", value, SPEC, LIKE).tolist() == expected
 
 
 BAD_PATTERNS = [
@@ -181,37 +181,37 @@ BAD_PATTERNS = [
 @pytest.mark.parametrize(("value", "error", "message"), BAD_PATTERNS)
 def test_patterns_that_cannot_be_meant_are_refused(value, error, message):
     with pytest.raises(error, match=message):
-        _checks.per_parameter("p", value, SPEC, LIKE)
+        checks.per_parameter("p", value, SPEC, LIKE)
 
 
 def test_long_lists_of_names_are_cut():
     spec = ParamSpec.of({f"p{i}": torch.zeros(1) for i in range(9)})
     with pytest.raises(ValueError, match=r"Parameters are: p0, .*p7, …\. Correct"):
-        _checks.per_parameter("p", {"q": 1.0}, spec, LIKE)
+        checks.per_parameter("p", {"q": 1.0}, spec, LIKE)
 
 
 def test_names_of_the_whole_model_are_known_to_a_group_of_it():
     group = ParamSpec.of({"0.bias": torch.zeros(1)})
     value = {"0.bias": 2.0, "1.weight": 3.0, "1.*": 4.0}
-    assert _checks.per_parameter("p", value, group, LIKE, known=SPEC).tolist() == [2.0]
+    assert checks.per_parameter("p", value, group, LIKE, known=SPEC).tolist() == [2.0]
     with pytest.raises(ValueError, match=r"names '1\.weight', which matches no parameter"):
-        _checks.per_parameter("p", value, group, LIKE)
+        checks.per_parameter("p", value, group, LIKE)
 
 
 @pytest.mark.parametrize("others", [{"*": 1.0}, {"tokens.*": 1.0, "*": 1.0}])
 def test_a_tied_tensor_may_be_given_by_either_of_its_names(others):
     spec = ParamSpec.of_module(GPT())
-    by_alias = _checks.per_parameter("p", {**others, "head.weight": 5.0}, spec, LIKE)
-    by_name = _checks.per_parameter("p", {**others, "tokens.weight": 5.0}, spec, LIKE)
+    by_alias = checks.per_parameter("p", {**others, "head.weight": 5.0}, spec, LIKE)
+    by_name = checks.per_parameter("p", {**others, "tokens.weight": 5.0}, spec, LIKE)
     assert float(by_name[spec.slices["tokens.weight"]].unique()) == 5.0
     assert torch.equal(by_alias, by_name)
 
 
 def test_a_tensor_is_copied_and_converted():
     value = torch.arange(1, 8)
-    result = _checks.per_parameter("p", value, SPEC, LIKE)
+    result = checks.per_parameter("p", value, SPEC, LIKE)
     same = torch.arange(1.0, 8.0, dtype=torch.float64)
-    copy = _checks.per_parameter("p", same, SPEC, LIKE)
+    copy = checks.per_parameter("p", same, SPEC, LIKE)
     same.zero_()
     assert result.dtype is torch.float64
     assert result.tolist() == copy.tolist() == [1, 2, 3, 4, 5, 6, 7]
@@ -233,16 +233,16 @@ BAD_TENSORS = [
 @pytest.mark.parametrize(("value", "error", "message"), BAD_TENSORS)
 def test_tensors_that_cannot_be_meant_are_refused(value, error, message):
     with pytest.raises(error, match=message):
-        _checks.per_parameter("p", value, SPEC, LIKE)
+        checks.per_parameter("p", value, SPEC, LIKE)
 
 
 def test_any_finite_number_passes_where_the_sign_is_free():
     values = torch.tensor([-1.0, 0, 1, 2, 3, 4, 5], dtype=torch.float64)
-    assert torch.equal(_checks.per_parameter("mean", values, SPEC, LIKE, positive=False), values)
-    assert _checks.per_parameter("mean", -2.0, SPEC, LIKE, positive=False).tolist() == [-2.0] * 7
-    assert _checks.per_parameter("mean", {"*": 0.0}, SPEC, LIKE, positive=False).tolist() == [0.0] * 7
+    assert torch.equal(checks.per_parameter("mean", values, SPEC, LIKE, positive=False), values)
+    assert checks.per_parameter("mean", -2.0, SPEC, LIKE, positive=False).tolist() == [-2.0] * 7
+    assert checks.per_parameter("mean", {"*": 0.0}, SPEC, LIKE, positive=False).tolist() == [0.0] * 7
     with pytest.raises(ValueError, match=r"mean must be finite everywhere, got nan at entry 0"):
-        _checks.per_parameter("mean", values * NAN, SPEC, LIKE, positive=False)
+        checks.per_parameter("mean", values * NAN, SPEC, LIKE, positive=False)
 
 
 @pytest.mark.parametrize("value", [1e-60, 1e60])
@@ -251,26 +251,26 @@ def test_numbers_that_the_dtype_turns_into_zero_or_infinity_are_refused(value, f
     tensor = torch.full((7,), value, dtype=torch.float64)
     argument = {"number": value, "dict": {"*": value}, "tensor": tensor}[form]
     with pytest.raises(ValueError, match=r"^p must be finite and > 0 in torch\.float32"):
-        _checks.per_parameter("p", argument, SPEC, torch.zeros(0))
+        checks.per_parameter("p", argument, SPEC, torch.zeros(0))
 
 
 def test_devices_are_named():
-    assert _checks.device("device", torch.device("cpu")) == torch.device("cpu")
+    assert checks.device("device", torch.device("cpu")) == torch.device("cpu")
     for wrong in ("", "no such", None, 1.5, b""):
         with pytest.raises(ValueError, match="device must be a device such as 'cpu' or 'cuda:0', got"):
-            _checks.device("device", wrong)
+            checks.device("device", wrong)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"device is 'cuda', but torch sees no GPU\. Use 'cpu'"):
-        _checks.device("device", "cuda")
+        checks.device("device", "cuda")
 
 
 def test_a_number_for_all_is_held_once_and_a_state_has_its_own():
     params = {"w": torch.zeros(500)}
     spec = ParamSpec.of(params)
-    found = _checks.per_parameter("prior_precision", 2.0, spec, LIKE)
+    found = checks.per_parameter("prior_precision", 2.0, spec, LIKE)
     assert torch.equal(found, torch.full((500,), 2.0, dtype=torch.float64))
     assert found.untyped_storage().nbytes() == 8
     diag = slang.init(params, 1, 2.0).prec_diag

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 import slangvi
 from cases import CASES, RANDOM_CASES, build
+from helpers.replica_problems import regression
 from reference import loop_gradients
-from replicating import regression
 from slangvi import replicas
 from slangvi.grads import FactoredGradients, GradientCapture
 from slangvi.types import ParamSpec

@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import slangvi
-from optimizing import flat
-from replaying import N, Net, assert_same_state, functional, problem, relative, steps
-from slangvi import replicas
+from helpers.captured_steps import N, Net, assert_same_state, functional, problem, relative, steps
+from helpers.optimizer_runs import flat
 from slangvi._steps import Prior
-from slangvi.bench import replicas as bench
 from slangvi.linalg import lowrank, products
 
 DEVICE = "cuda"
@@ -216,46 +214,6 @@ def test_gram_of_long_rows_is_that_of_float64(rank, weighed, size):
     expected, found = double @ double.mT, products.gram_float64(rows, diag)
     lengths = expected.diagonal().sqrt()
     assert float(((found - expected).abs() / (lengths[:, None] * lengths)).max()) <= lowrank._LONG_ROUNDING
-
-
-@pytest.mark.parametrize("method", ["slang", "online_eig"])
-@pytest.mark.parametrize(("rank", "batch"), [(1, 10), (4, 10), (1, 60)])
-@pytest.mark.parametrize("engine", ["dense", "factored"])
-@pytest.mark.parametrize("own", [True, False], ids=["own generators", "one for all"])
-def test_replicas_in_lockstep_equal_eager_ones(engine, rank, batch, own, method):
-    setting = bench.Setting.of(bench.Work(7, (5, 20, 1), batch, 4), DEVICE)
-    model = setting.model if engine == "factored" else None
-    likelihood = slangvi.Gaussian().of(setting.model)
-    found = []
-    for compiled in (False, True):
-        options = setting.options | {"rank": rank, "engine": engine, "model": model, "method": method}
-        runs = replicas.build(likelihood, num_replicas=7, compile=compiled, **options)
-        state, generators = runs.init(setting.params), replicas.streams(range(7), DEVICE) if own else source()
-        counts = torch.tensor([batch, 3, batch, batch, 0, batch, batch])
-        for step in range(20):
-            given = counts if step % 5 == 4 else None
-            state, info = runs.update(state, (setting.x, setting.y), generators, given)
-        found.append((state, info, runs))
-    (eager, a, _), (replayed, b, _) = found
-    assert eager.step.tolist() == replayed.step.tolist() == [20, 20, 20, 20, 16, 20, 20]
-    for k in range(7):
-        assert_same_state(replicas.replica(eager, k), replicas.replica(replayed, k), 1e-4)
-    torch.testing.assert_close(a.spectrum, b.spectrum, rtol=1e-3, atol=0, equal_nan=True)
-    torch.testing.assert_close(a.elbo, b.elbo, rtol=1e-3, atol=1e-2, equal_nan=True)
-
-
-@pytest.mark.parametrize("method", ["slang", "online_eig"])
-def test_a_replica_that_fails_in_a_graph_is_told_and_the_others_go_on(method):
-    setting = bench.Setting.of(bench.Work(4, (5, 20, 1), 10, 2), DEVICE)
-    options = setting.options | {"method": method}
-    runs = replicas.build(slangvi.Gaussian().of(setting.model), num_replicas=4, compile=True, **options)
-    state = runs.init(setting.params)
-    for step in range(8):
-        y = setting.y.clone()
-        y[2] = math.nan if step == 5 else y[2]
-        state, info = runs.update(state, (setting.x, y), source(step))
-        assert [failure.replica for failure in info.failures] == [2] * (step == 5)
-    assert state.step.tolist() == [8, 8, 5, 8]
 
 
 @pytest.mark.parametrize("scale", ["softplus", "log"])

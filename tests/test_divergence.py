@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from graphing import cuda as cuda
-from optimizing import assert_identical, backward, flat
+from helpers.fake_graphs import cuda as cuda
+from helpers.optimizer_runs import assert_identical, backward, flat
 from slangvi._divergence import EVERY, LOOKS, Watch, step_length, straightness
 from slangvi._flat import tensors_of
 from slangvi._steps import Prior

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from slangvi import _files
-from slangvi._files import put
+from slangvi import files
+from slangvi.files import put
 
 
 def names(folder):
@@ -65,7 +65,7 @@ def test_drafts_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path):
     os.utime(draft, (old, old))
     os.utime(other, (old, old))
     with draft.open("rb") as held:
-        assert _files.try_lock(held.fileno())
+        assert files.try_lock(held.fileno())
         write(path, b"whole")
         assert draft.exists()
     write(path, b"whole")
@@ -75,9 +75,9 @@ def test_drafts_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path):
 def test_a_lock_is_seen_by_other_processes(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"")
-    code = "import sys; from slangvi._files import try_lock; f = open(sys.argv[1]); print(try_lock(f.fileno()))"
+    code = "import sys; from slangvi.files import try_lock; f = open(sys.argv[1]); print(try_lock(f.fileno()))"
     with path.open("rb") as held:
-        assert _files.try_lock(held.fileno())
+        assert files.try_lock(held.fileno())
         found = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pretending import on_gpu
+from helpers.fake_gpu_tensor import on_gpu
 from slangvi._flat import Mirror
 from slangvi.types import ParamSpec
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from optimizing import CLASSES, backward, flat
+from helpers.optimizer_runs import CLASSES, backward, flat
 from slangvi._flat import tensors_of
 from slangvi._steps import Prior, Rate
 from slangvi.errors import NumericalError

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import slangvi
-from optimizing import CLASSES, N, backward, make, model_and_data, train
+from helpers.optimizer_runs import CLASSES, N, backward, make, model_and_data, train
 from slangvi.tracking import scalars, track
 
 

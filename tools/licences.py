@@ -21,14 +21,16 @@ no row.
 
 
 def direct() -> dict[str, list[str]]:
-    """Direct dependencies and who needs them: `slangvi` itself, or extras by name."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    """Return the direct dependencies and who needs them: a package, or an extra by its name."""
     found: dict[str, list[str]] = {}
-    for extra, needs in {"slangvi": project["dependencies"], **project["optional-dependencies"]}.items():
-        for need in needs:
-            name = re.match(r"[A-Za-z0-9._-]+", need)[0].lower()  # type: ignore[index]
-            if name != "slangvi":
-                found.setdefault(name, []).append(extra if extra == "slangvi" else f"[{extra}]")
+    for file in ("pyproject.toml", "reproduction/pyproject.toml"):
+        project = tomllib.loads((ROOT / file).read_text(encoding="utf-8"))["project"]
+        extras = {f"[{extra}]": needs for extra, needs in project["optional-dependencies"].items()}
+        for who, needs in {project["name"]: project["dependencies"], **extras}.items():
+            for need in needs:
+                name = re.match(r"[A-Za-z0-9._-]+", need)[0].lower()  # type: ignore[index]
+                if name != "slangvi":
+                    found.setdefault(name, []).append(who)
     return found
 
 

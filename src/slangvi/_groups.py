@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._steps import Prior, Rate, warmed_up
 from slangvi.types import ParamSpec
 
@@ -72,13 +72,13 @@ class GroupValues:
 
     def momentum(self) -> float | Tensor:
         """γ."""
-        values = [_checks.number("momentum", value, 0.0, 1.0, closed="low") for value in self._each("momentum")]
+        values = [checks.number("momentum", value, 0.0, 1.0, closed="low") for value in self._each("momentum")]
         return Rate.of(values, self.spec, self.like).value
 
     def adam(self) -> tuple[tuple[float | Tensor, float | Tensor], float | Tensor]:
         """β₁ and β₂, and ε of Adam."""
-        betas = [_checks.betas(value) for value in self._each("betas")]
-        eps = [_checks.number("eps", value, 0.0) for value in self._each("eps")]
+        betas = [checks.betas(value) for value in self._each("betas")]
+        eps = [checks.number("eps", value, 0.0) for value in self._each("eps")]
         first, second, floor = (Rate.of(list(x), self.spec, self.like).value for x in (*zip(*betas, strict=True), eps))
         return (first, second), floor
 
@@ -97,7 +97,7 @@ class GroupValues:
         for inner, given in self.per_group(key):
             whole = isinstance(given, Tensor) and given.shape == (self.spec.num_params,)
             value = torch.cat([given[self.spec.slices[name]] for name in inner.names]) if whole else given
-            parts.append(_checks.per_parameter(key, value, inner, self.like, positive, known=self.spec))
+            parts.append(checks.per_parameter(key, value, inner, self.like, positive, known=self.spec))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def per_group(self, key: str) -> Iterator[tuple[ParamSpec, Any]]:
@@ -112,7 +112,7 @@ class GroupValues:
         return [group[key] for group in self.groups for _ in group["params"]]
 
     def _rate(self, key: str, values: list[Any], high: float, hint: str = "", step: int | None = None) -> Rate:
-        numbers = [_checks.number(key, value, 0.0, high, "low high", hint) for value in values]
+        numbers = [checks.number(key, value, 0.0, high, "low high", hint) for value in values]
         if step is not None:
             numbers = [warmed_up(value, own) for value, own in zip(numbers, self._own_steps(step), strict=True)]
         return Rate.of(numbers, self.spec, self.like)
@@ -127,14 +127,14 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
     tied = _tied(group)
     hint = "precision_lr follows lr, so lr may not exceed 1; give precision_lr to separate them." if tied else ""
-    _checks.rate("lr", group["lr"], 1.0 if tied else math.inf, hint)
+    checks.rate("lr", group["lr"], 1.0 if tied else math.inf, hint)
     if group.get("precision_lr") is not None:
-        _checks.rate("precision_lr", group["precision_lr"], 1.0)
+        checks.rate("precision_lr", group["precision_lr"], 1.0)
     if "momentum" in group:
-        _checks.number("momentum", group["momentum"], 0.0, 1.0, closed="low")
+        checks.number("momentum", group["momentum"], 0.0, 1.0, closed="low")
     if "betas" in group:
-        _checks.betas(group["betas"])
-        _checks.number("eps", group["eps"], 0.0)
+        checks.betas(group["betas"])
+        checks.number("eps", group["eps"], 0.0)
 
 
 def _tied(group: Mapping[str, Any]) -> bool:

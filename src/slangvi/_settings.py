@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._divergence import REACTIONS
 from slangvi.grads.assemble import Engine
 from slangvi.types import Routes
@@ -47,21 +47,21 @@ class Settings:
     on_divergence: str = "warn"
 
     def __post_init__(self) -> None:
-        _checks.count("num_data", self.num_data, hint="Pass the number of training examples, len(train_set).")
-        _checks.count("mc_samples", self.mc_samples)
-        _checks.number("temperature", self.temperature, 0.0)
-        _checks.choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        _checks.count("accumulation_steps", self.accumulation_steps)
-        _checks.choice("engine", self.engine, ("factored", "dense"))
-        _checks.flag("precision_warmup", self.precision_warmup)
-        _checks.flag("verify", self.verify)
-        _checks.flag("compile", self.compile)
-        _checks.count("max_bad_batches", self.max_bad_batches, least=0, hint="0 raises at the first one.")
-        _checks.choice("on_divergence", self.on_divergence, REACTIONS)
+        checks.count("num_data", self.num_data, hint="Pass the number of training examples, len(train_set).")
+        checks.count("mc_samples", self.mc_samples)
+        checks.number("temperature", self.temperature, 0.0)
+        checks.choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        checks.count("accumulation_steps", self.accumulation_steps)
+        checks.choice("engine", self.engine, ("factored", "dense"))
+        checks.flag("precision_warmup", self.precision_warmup)
+        checks.flag("verify", self.verify)
+        checks.flag("compile", self.compile)
+        checks.count("max_bad_batches", self.max_bad_batches, least=0, hint="0 raises at the first one.")
+        checks.choice("on_divergence", self.on_divergence, REACTIONS)
         if self.compile and self.max_bad_batches:
             raise ValueError(
                 "max_bad_batches must be 0 with compile=True: a replayed step is still running when the next batch "
                 "comes, and its error is known only then. Drop one of them."
             )
         if self.memory_limit is not None:
-            _checks.count("memory_limit", self.memory_limit, hint="It is a number of bytes.")
+            checks.count("memory_limit", self.memory_limit, hint="It is a number of bytes.")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi.errors import NumericalError
 from slangvi.types import ParamSpec
 
@@ -217,10 +217,10 @@ def inverse_time(target: Optimizer | float, decay: float = 0.51) -> LambdaLR | I
         >>> inverse_time(0.1, decay=1.0)(4)
         0.02
     """
-    decay = _checks.number("decay", decay, 0.0, closed="low", hint="The paper uses 0.51 to 0.60.")
+    decay = checks.number("decay", decay, 0.0, closed="low", hint="The paper uses 0.51 to 0.60.")
     if isinstance(target, Optimizer):
         return LambdaLR(target, _FromZero(1.0, decay))
-    return InverseTime(_checks.rate("lr", target), decay)
+    return InverseTime(checks.rate("lr", target), decay)
 
 
 # β of `slow_precision` times the number of steps.
@@ -255,15 +255,15 @@ def slow_precision(
         >>> slow_precision(60_000, 5_000)
         {'init_precision': 15000.0, 'precision_lr': 0.002, 'precision_warmup': False}
     """
-    kappa = _checks.number("curvature", curvature, 0.0, hint="It is 1/4 for classes.")
-    cooled = _checks.number("num_data", num_data, 0.0) / _checks.number("temperature", temperature, 0.0)
-    rate = min(0.5, _MEMORIES / _checks.count("steps", steps))
+    kappa = checks.number("curvature", curvature, 0.0, hint="It is 1/4 for classes.")
+    cooled = checks.number("num_data", num_data, 0.0) / checks.number("temperature", temperature, 0.0)
+    rate = min(0.5, _MEMORIES / checks.count("steps", steps))
     return {"init_precision": kappa * cooled, "precision_lr": rate, "precision_warmup": False}
 
 
 def rate_at(name: str, schedule: Schedule, step: int, high: float = float("inf")) -> float:
     """A rate or a function of the step, checked."""
-    return _checks.rate(name, schedule(step) if callable(schedule) else schedule, high)
+    return checks.rate(name, schedule(step) if callable(schedule) else schedule, high)
 
 
 def require_finite(what: str, step: int, spec: ParamSpec, remedy: str, *vectors: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi.errors import NumericalError
 from slangvi.quadrature import softplus_expectations
 
@@ -143,7 +143,7 @@ class Gaussian(Likelihood):
     """
 
     def __init__(self, noise_precision: float = 1.0) -> None:
-        self.noise_precision = _checks.number("noise_precision", noise_precision, 0.0, hint="It is 1/σ².")
+        self.noise_precision = checks.number("noise_precision", noise_precision, 0.0, hint="It is 1/σ².")
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """½ (log τ − log 2π − τ (y − f)²)."""
@@ -172,11 +172,11 @@ def likelihood_named(value: str | Likelihood) -> Likelihood:
     """A likelihood, or its name."""
     if isinstance(value, Likelihood):
         return value
-    return _NAMED[_checks.choice("likelihood", value, tuple(_NAMED))]()
+    return _NAMED[checks.choice("likelihood", value, tuple(_NAMED))]()
 
 
 def _check_tensors(outputs: Tensor, targets: Tensor) -> None:
-    _checks.tensors(outputs=outputs, targets=targets)
+    checks.tensors(outputs=outputs, targets=targets)
     if not outputs.is_floating_point():
         raise TypeError(f"outputs must be floating-point numbers, got dtype {outputs.dtype}. Convert with .float().")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi.likelihoods import check_labels
 
 __all__ = [
@@ -83,7 +83,7 @@ def reliability(probs: Tensor, labels: Tensor, bins: int = 15) -> Reliability:
         Reliability(confidence=tensor([ nan, 0.7333]), accuracy=tensor([ nan, 0.6667]), size=tensor([0, 3]))
     """
     _check(probs, labels)
-    bins = _checks.count("bins", bins)
+    bins = checks.count("bins", bins)
     confidence, predicted = probs.double().max(-1)
     place = (confidence * bins).ceil().long().clamp(1, bins) - 1
     size, sure, right = (
@@ -142,7 +142,7 @@ def mutual_information(probs: Tensor) -> Tensor:
         >>> mutual_information(torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]]))
         tensor([0.6931, 0.0000])
     """
-    _checks.tensors(probs=probs)
+    checks.tensors(probs=probs)
     if probs.ndim < 2 or len(probs) == 0:
         raise ValueError(f"probs must be (S, ..., C) with S ≥ 1 draws in front, got {tuple(probs.shape)}.")
     exact = probs.double()
@@ -187,7 +187,7 @@ def fpr95(inside: Tensor, outside: Tensor, level: float = 0.95) -> float:
         0.5
     """
     known, strange = _scores(inside, outside)
-    level = _checks.number("level", level, 0.0, 1.0, closed="high")
+    level = checks.number("level", level, 0.0, 1.0, closed="high")
     needed = max(1, math.ceil(round(level * len(known), 9)))  # 0.95 · 100 is a little more than 95
     bar = known.sort().values[needed - 1]
     return float((strange <= bar).double().mean())
@@ -283,7 +283,7 @@ def coverage(draws: Tensor, targets: Tensor, level: float) -> float:
         1.0
     """
     _same_shape(_one_of(draws), targets)
-    level = _checks.number("level", level, 0.0, 1.0)
+    level = checks.number("level", level, 0.0, 1.0)
     wide = draws.to(torch.promote_types(draws.dtype, torch.float32))  # torch has no quantiles of half precision
     tails = torch.tensor([0.5 - level / 2, 0.5 + level / 2], dtype=wide.dtype, device=wide.device)
     low, high = torch.quantile(wide, tails, dim=0)
@@ -298,14 +298,14 @@ def interval_error(draws: Tensor, targets: Tensor) -> float:
 
 def _one_of(draws: Tensor) -> Tensor:
     """What the first draw predicts."""
-    _checks.tensors(draws=draws)
+    checks.tensors(draws=draws)
     if draws.ndim == 0 or len(draws) == 0 or not draws.is_floating_point():
         raise ValueError(f"draws must be real, (S, n, ...) with S ≥ 1, got {tuple(draws.shape)} of {draws.dtype}.")
     return draws[0]
 
 
 def _same_shape(mean: Tensor, targets: Tensor) -> None:
-    _checks.tensors(predictions=mean, targets=targets)
+    checks.tensors(predictions=mean, targets=targets)
     if mean.shape != targets.shape:
         raise ValueError(
             f"predictions and targets must have the same shape, got {tuple(mean.shape)} and {tuple(targets.shape)}."
@@ -315,7 +315,7 @@ def _same_shape(mean: Tensor, targets: Tensor) -> None:
 
 
 def _check(probs: Tensor, labels: Tensor) -> None:
-    _checks.tensors(probs=probs, labels=labels)
+    checks.tensors(probs=probs, labels=labels)
     if probs.ndim != 2 or labels.shape != probs.shape[:1] or len(labels) == 0:
         raise ValueError(
             f"probs must be (n, C) and labels (n,) with n ≥ 1, got {tuple(probs.shape)} and {tuple(labels.shape)}."
@@ -325,7 +325,7 @@ def _check(probs: Tensor, labels: Tensor) -> None:
 
 
 def _check_probs(probs: Tensor) -> None:
-    _checks.tensors(probs=probs)
+    checks.tensors(probs=probs)
     if not bool(((probs >= 0) & (probs <= 1 + 1e-4)).all()):
         raise ValueError("probs must lie in [0, 1], got values outside or NaN. Pass probabilities, not logits.")
     total = probs.sum(-1, dtype=torch.float64)
@@ -345,7 +345,7 @@ def _like(probs: Tensor, found: Tensor) -> Tensor:
 def _scores(*scores: Tensor) -> tuple[Tensor, ...]:
     """In float64, one number for each example, at least one, none NaN."""
     for score in scores:
-        _checks.tensors(uncertainty=score)
+        checks.tensors(uncertainty=score)
         if score.ndim != 1 or len(score) == 0 or bool(score.isnan().any()):
             raise ValueError(
                 f"an uncertainty must be (n,) with n ≥ 1 and without NaN, got {tuple(score.shape)}, "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slangvi import _checks, metrics
+from slangvi import checks, metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,7 @@ def confidence_histogram(
     """
     right, sure = metrics.accuracy(probs, labels), probs.double().max(-1).values.clamp_max(1.0)
     ax = _axes(ax)
-    edges = torch.linspace(0, 1, _checks.count("bins", bins) + 1).tolist()
+    edges = torch.linspace(0, 1, checks.count("bins", bins) + 1).tolist()
     ax.hist(_listed(sure), bins=edges, weights=[1 / len(labels)] * len(labels), alpha=0.6, label=label)
     color = ax.patches[-1].get_facecolor()[:3]
     ax.axvline(float(sure.mean()), color=color, ls="--", lw=1.3)
@@ -101,7 +101,7 @@ def entropy_histograms(probs: Mapping[str, Tensor], bins: int = 40, ax: Axes | N
         shapes = {name: tuple(each.shape) for name, each in probs.items()}
         raise ValueError(f"probs must be one or more of (n, C) with the same C, got {shapes}.")
     most = math.log(max(2, next(iter(probs.values())).shape[-1]))  # one class has no entropy at all
-    edges = torch.linspace(0, most, _checks.count("bins", bins) + 1).tolist()
+    edges = torch.linspace(0, most, checks.count("bins", bins) + 1).tolist()
     ax = _axes(ax)
     for name, each in probs.items():
         # Rounding may put even predictions beyond log C, where there is no bin.
@@ -128,7 +128,7 @@ def most_uncertain(
             f"images must be (n, height, width) and probs (n, C) with the same n ≥ 1, got {tuple(images.shape)} and "
             f"{tuple(probs.shape)}."
         )
-    order = metrics.predictive_entropy(probs).argsort(descending=True)[: _checks.count("count", count)]
+    order = metrics.predictive_entropy(probs).argsort(descending=True)[: checks.count("count", count)]
     ax = _axes(ax)
     height, width = images.shape[1:]
     columns = math.ceil(math.sqrt(len(order)))

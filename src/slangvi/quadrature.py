@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slangvi import _checks
+from slangvi import checks
 
 __all__ = ["normal_expectation", "softplus_expectations"]
 
@@ -47,7 +47,7 @@ def normal_expectation(function: Callable[[Tensor], Tensor], mean: Tensor, varia
         tensor([ 1., 13.])
     """
     mean, variance = _moments(mean, variance)
-    points, weights = _hermite(_checks.count("nodes", nodes), mean.dtype, mean.device)
+    points, weights = _hermite(checks.count("nodes", nodes), mean.dtype, mean.device)
     return function(mean.unsqueeze(-1) + variance.sqrt().unsqueeze(-1) * points) @ weights
 
 
@@ -79,7 +79,7 @@ def softplus_expectations(mean: Tensor, variance: Tensor, orders: int = 3) -> Te
         (tensor(4.0543), tensor(0.5000), tensor(0.0393))
     """
     mean, variance = _moments(mean, variance)
-    if not 1 <= _checks.count("orders", orders) <= _MAX_ORDERS:
+    if not 1 <= checks.count("orders", orders) <= _MAX_ORDERS:
         raise ValueError(f"orders must be 1 to {_MAX_ORDERS} (softplus and four derivatives), got {orders}.")
     wide = variance > _NARROW**2
     if not bool(wide.any()):
@@ -91,7 +91,7 @@ def softplus_expectations(mean: Tensor, variance: Tensor, orders: int = 3) -> Te
 
 
 def _moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    _checks.tensors(mean=mean, variance=variance)
+    checks.tensors(mean=mean, variance=variance)
     if bool((variance < 0).any()):
         raise ValueError(
             f"variance must be ≥ 0, got {float(variance.min()):g}. Clamp it where rounding made it negative."

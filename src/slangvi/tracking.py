@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._steps import ELBO
 from slangvi.optimizer import VariationalOptimizer
 
@@ -78,7 +78,7 @@ def track(
         raise TypeError(f"optimizer must be one of slangvi's, got {type(optimizer).__name__}.")
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string, got {type(prefix).__name__}.")
-    send, gap = _sender(to), _checks.count("every", every)
+    send, gap = _sender(to), checks.count("every", every)
     sent: list[Any] = [optimizer.info]
 
     def after_step(opt: Any, args: Any, kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import slangvi
-from optimizing import make, model_and_data, train
+from helpers.optimizer_runs import make, model_and_data, train
 from slangvi.checkpoint import _format
 from slangvi.errors import CheckpointError
 

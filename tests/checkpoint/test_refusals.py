@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import slangvi
-from optimizing import N, assert_identical, flat, make, model_and_data, train
+from helpers.optimizer_runs import N, assert_identical, flat, make, model_and_data, train
 from slangvi.checkpoint import _things
 from slangvi.checkpoint._plain import RECORDS, decode, encode
 from slangvi.errors import CheckpointError

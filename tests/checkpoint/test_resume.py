@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
-import replicating
 import slangvi
-from optimizing import CLASSES, N, assert_identical, make, model_and_data, train
+from helpers import replica_problems
+from helpers.optimizer_runs import CLASSES, N, assert_identical, make, model_and_data, train
 from slangvi.checkpoint._plain import RECORDS, record_of
 from test_methods_common import METHODS, data, log_likelihood, start
 
@@ -272,7 +272,7 @@ def test_the_exact_method_resumes(family, path):
     assert equal(vi.update(other)[0], vi.update(state)[0])
 
 
-@pytest.mark.parametrize("problem", [replicating.regression, replicating.logistic])
+@pytest.mark.parametrize("problem", [replica_problems.regression, replica_problems.logistic])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_replicas_resume_with_their_streams(problem, dtype, path):
     task = problem(dtype)

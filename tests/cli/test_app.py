@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 from click.testing import CliRunner
 
 from slangvi import __version__
+from slangvi.cli import _demo_training as demo
+from slangvi.cli import app as command_line
 from slangvi.cli import main
-from slangvi.cli.app import app
-from slangvi.experiments import demo
+from slangvi.cli.app import REPRODUCTION, app
 
 
 def invoke(*arguments: str):
@@ -28,6 +30,27 @@ def test_help_lists_the_commands(flag):
     assert result.exit_code == 0
     assert "Honest uncertainty for any PyTorch network." in result.output
     assert "demo" in result.output
+
+
+@pytest.mark.parametrize("name", REPRODUCTION)
+@pytest.mark.parametrize("arguments", [(), ("uci", "--quick"), ("--help",)])
+def test_commands_of_the_reproduction_say_in_one_line_how_to_get_them(name, arguments, monkeypatch):
+    monkeypatch.setattr(command_line, "entry_points", lambda group: [])
+    result = invoke(name, *arguments)
+    assert result.exit_code == 1
+    assert result.output == (
+        f"Error: 'slangvi {name}' is in the package slangvi-reproduction: "
+        "pip install ./reproduction, in a clone of slangvi.\n"
+    )
+    assert f"{name} " in invoke("--help").output
+
+
+def test_packages_add_commands_by_entry_points(monkeypatch):
+    point = EntryPoint("more", "slangvi.cli.report:report", command_line.ENTRY_POINTS)
+    monkeypatch.setattr(command_line, "entry_points", lambda group: [point] * (group == "slangvi.commands"))
+    assert "more" in invoke("--help").output
+    assert "more [OPTIONS]" in invoke("more", "--help").output
+    assert invoke("report", "--help").exit_code == 0
 
 
 def test_help_of_the_demo_names_its_options_and_defaults():

@@ -12,10 +12,10 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from helpers.csv_tables import EVIL, houses, kinds
 from slangvi.cli.app import app
 from slangvi.tabular import fitting
 from slangvi.tabular.model import load
-from tabulating import EVIL, houses, kinds
 
 SHORT = ("--epochs", "2", "--hidden", "4", "--rank", "2")
 
@@ -240,7 +240,7 @@ def test_a_pipe_is_not_replaced_by_a_file(place, tmp_path):
 @pytest.mark.parametrize("below", [True, False])
 def test_fit_does_not_train_what_it_could_not_write(place, tmp_path, monkeypatch, below):
     monkeypatch.setattr(fitting, "fit", broken(AssertionError("trained")))
-    monkeypatch.setattr("slangvi.cli._common.os.access", lambda path, mode: not mode & os.W_OK)
+    monkeypatch.setattr("slangvi.cli.common.os.access", lambda path, mode: not mode & os.W_OK)
     out, why = (place / "houses.csv" / "m", "is a file, so that") if below else (tmp_path / "m", "cannot be written to")
     result = invoke("fit", place / "houses.csv", "--target", "price", "--out", out)
     assert result.exit_code == 2, result.output

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from optimizing import N, assert_identical, flat
+from helpers.optimizer_runs import N, assert_identical, flat
 from slangvi._flat import tensors_of
 
 Make = Callable[..., Any]

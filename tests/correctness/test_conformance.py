@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from correctness.conformance import CHECKS, maker
-from optimizing import CLASSES
+from helpers.optimizer_runs import CLASSES
 
 
 @pytest.mark.parametrize("kind", CLASSES)

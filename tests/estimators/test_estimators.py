@@ -20,7 +20,7 @@ from sklearn.preprocessing import MinMaxScaler
 from torch import nn
 
 import slangvi
-from allocating import allocated
+from helpers.allocated_bytes import allocated
 from slangvi import SLANGClassifier, SLANGRegressor
 from slangvi.estimators._training import Rows
 

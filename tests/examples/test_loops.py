@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import slangvi
-from looping import FOLDER, LOOPS, Still, assert_same_step, load
-from optimizing import assert_identical
+from helpers.loop_scripts import FOLDER, LOOPS, Still, assert_same_step, load
+from helpers.optimizer_runs import assert_identical
 
 ROOT = Path(__file__).parents[2]
 # Frameworks warn of many things that are not ours to change.

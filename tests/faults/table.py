@@ -1,6 +1,7 @@
 """What a reviewer will try, what must come of it, and the tests that hold it: a row per fault.
 
-Tests are named as file::function below tests/. A row without tests says why there is nothing to test.
+Tests are named as file::function below tests/, or as reproduction/file::function below reproduction/tests/. A row
+without tests says why there is nothing to test.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ SAMPLING, RATES = "optimizer/test_sampling.py::", "optimizer/test_rates.py::"
 REFUSALS, STATE = "optimizer/test_refusals.py::", "optimizer/test_state.py::"
 SLANG, PURE = "methods/test_slang.py::", "methods/test_slang_refusals.py::"
 FORMAT, CAPTURE = "checkpoint/test_format.py::", "grads/test_capture.py::"
-REMOTE, DOWNLOAD, LOCK = "data/test_remote.py::", "data/test_download.py::", "data/test_lock.py::"
+REPRODUCTION = "reproduction/"
+REMOTE, DOWNLOAD = REPRODUCTION + "data/test_remote.py::", REPRODUCTION + "data/test_download.py::"
+LOCK = REPRODUCTION + "data/test_lock.py::"
 DATA, MODELS, FUZZ = "faults/test_data_faults.py::", "faults/test_model_faults.py::", "faults/test_fuzz.py::"
 ARGUMENTS = (REFUSALS + "test_impossible_arguments_are_named", PURE + "test_impossible_arguments_are_named")
 
@@ -361,20 +364,22 @@ FAULTS = {
             LOCK + "test_processes_fetch_once",
             REMOTE + "test_every_file_stays_in_the_cache_and_is_checked",
             "checkpoint/test_refusals.py::test_nothing_in_the_library_unpacks_archives",
-            "data/test_idx.py::test_a_bomb_is_not_unpacked",
-            "data/test_svmlight.py::test_a_file_that_unpacks_without_end_is_refused",
+            "reproduction/data/test_idx.py::test_a_bomb_is_not_unpacked",
+            "reproduction/data/test_svmlight.py::test_a_file_that_unpacks_without_end_is_refused",
         ),
     ),
     58: Fault(
         "the command line: Ctrl-C, a closed pipe, narrow terminals, unknown names, JSON",
         "130 with what is kept; quiet; whole; a suggestion; pure JSON",
         (
-            "cli/test_reproduce.py::test_ctrl_c_says_what_is_kept_and_ends_with_130",
-            "cli/test_data.py::test_list_as_json_has_addresses_and_paths",
-            "data/test_uci.py::test_unknown_names_are_answered_with_the_nearest",
+            "reproduction/cli/test_reproduce.py::test_ctrl_c_says_what_is_kept_and_ends_with_130",
+            "reproduction/cli/test_data.py::test_list_as_json_has_addresses_and_paths",
+            "reproduction/data/test_uci.py::test_unknown_names_are_answered_with_the_nearest",
             "faults/test_command_line.py::test_a_closed_pipe_is_no_error",
             "faults/test_command_line.py::test_narrow_terminals_are_no_error",
             "faults/test_command_line.py::test_any_arguments_end_with_a_known_code",
+            "reproduction/faults/test_command_line.py::test_a_closed_pipe_is_no_error",
+            "reproduction/faults/test_command_line.py::test_any_arguments_end_with_a_known_code",
             "faults/test_command_line_tables.py::test_any_words_end_with_a_known_code_and_nothing_half_written",
         ),
     ),

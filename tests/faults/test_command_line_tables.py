@@ -8,8 +8,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from faults.world import unchanged
+from helpers.csv_tables import houses, kinds
 from slangvi.cli.app import app
-from tabulating import houses, kinds
 
 GENERATE = [Phase.explicit, Phase.generate]
 FITTED = ("model.json", "model.safetensors")

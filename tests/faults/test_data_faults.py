@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slangvi
-from optimizing import CLASSES, assert_same, backward, flat, make, model_and_data, train
+from helpers.optimizer_runs import CLASSES, assert_same, backward, flat, make, model_and_data, train
 
 AWKWARD = {
     "one class": (torch.randn(12, 4), torch.zeros(12, dtype=torch.long)),

@@ -16,7 +16,7 @@ from torch import nn
 
 import slangvi
 from faults.world import unchanged
-from optimizing import CLASSES, model_and_data
+from helpers.optimizer_runs import CLASSES, model_and_data
 from slangvi.grads.rules import registry
 
 GENERATE = [Phase.explicit, Phase.generate]  # shrinking takes minutes, and the arguments are small as they are
@@ -181,15 +181,9 @@ PUBLIC = {
     "metrics.risk_coverage": (slangvi.metrics.risk_coverage, [PROBS, LABELS, X[:, 0]]),
     "SLANGClassifier": estimator_with(slangvi.SLANGClassifier, LABELS),
     "SLANGRegressor": estimator_with(slangvi.SLANGRegressor, X[:, 0], noise="learn"),
-    "data.folds": (slangvi.data.folds, [torch.arange(10), 0, 2]),
-    "data.load_mnist": (slangvi.data.load_mnist, ["no such part"]),
-    "data.load_fashion_mnist": (slangvi.data.load_fashion_mnist, ["no such part"]),
-    "data.libsvm_splits": (slangvi.data.libsvm_splits, ["no such set"]),
     "checkpoint.describe": (slangvi.checkpoint.describe, ["/nowhere/at all"]),
     "checkpoint.state_dict": (slangvi.checkpoint.state_dict, [POSTERIOR]),
     "checkpoint.from_state_dict": (slangvi.checkpoint.from_state_dict, [slangvi.checkpoint.state_dict(POSTERIOR)]),
-    "data.load_uci": (slangvi.data.load_uci, ["no such set"]),
-    "data.load_libsvm": (slangvi.data.load_libsvm, ["no such set"]),
     "load": (slangvi.load, ["/nowhere/at all"]),
     "save": (slangvi.save, ["/nowhere/at all", POSTERIOR]),
 }
@@ -224,10 +218,10 @@ def test_any_arguments_give_a_result_or_a_documented_error(name, data):
 
 
 # These need a file, and are given none that is there.
-ELSEWHERE = ("load", "save", "checkpoint.describe", *(name for name in PUBLIC if name.startswith("data.load")))
+ELSEWHERE = ("load", "save", "checkpoint.describe")
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in (*ELSEWHERE, "data.libsvm_splits")])
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in ELSEWHERE])
 def test_the_arguments_that_are_replaced_are_possible(name):
     """Otherwise every example would be refused for the same reason."""
     call, possible = PUBLIC[name]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import slangvi
-from optimizing import CLASSES, assert_identical, backward, flat, make, model_and_data, train
+from helpers.optimizer_runs import CLASSES, assert_identical, backward, flat, make, model_and_data, train
 
 
 class Shapes(nn.Module):

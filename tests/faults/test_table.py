@@ -11,12 +11,15 @@ import pytest
 from faults.table import FAULTS
 
 TESTS = Path(__file__).parents[1]
+REPRODUCTION = TESTS.parent / "reproduction"
 
 
 @cache
 def collected(file: str) -> set[str]:
     """Names pytest collects from a file: functions at its top that are called test_."""
     path = TESTS / file
+    if file.startswith("reproduction/"):
+        path = REPRODUCTION / "tests" / file.removeprefix("reproduction/")
     assert path.name.startswith("test_"), f"{file} is not collected"
     return {n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)}
 

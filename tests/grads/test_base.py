@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretending import on_gpu, plain
+from helpers.fake_gpu_tensor import on_gpu, plain
 from slangvi.grads.base import own_products
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from capturing import captured, rows_of
 from cases import CASES, RANDOM_CASES, Case, build, squares
+from helpers.captured_gradients import captured, rows_of
 from reference import loop_gradients
 from slangvi.errors import UnsupportedModuleError, UnverifiedGradientsWarning
 from slangvi.grads import FactoredGradients, GradientCapture

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from capturing import captured, rows_of
 from cases import Case, build, squares
+from helpers.captured_gradients import captured, rows_of
 from reference import loop_gradients
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads import FactoredGradients, GradientCapture

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from capturing import captured
 from cases import build
-from pretending import on_gpu
+from helpers.captured_gradients import captured
+from helpers.fake_gpu_tensor import on_gpu
 from reference import loop_gradients
 from slangvi.grads import FactoredGradients, RowGroup
 from slangvi.grads.blocks import Block, Formed, Outer, Rows, cheapest

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretending import on_gpu
+from helpers.fake_gpu_tensor import on_gpu
 from slangvi._live_bytes import LiveBytes
 from slangvi.grads import base, outer
 from slangvi.grads.blocks import Block, Formed, Outer, Rows, Unopened, as_it_is, cheapest

@@ -9,8 +9,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import slangvi
-from capturing import captured, rows_of
 from cases import Case, squares
+from helpers.captured_gradients import captured, rows_of
 from reference import loop_gradients
 from slangvi.errors import UnsupportedModuleError
 

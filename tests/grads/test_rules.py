@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from allocating import allocated
 from cases import Case, squares
+from helpers.allocated_bytes import allocated
 from reference import loop_gradients
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads import FactoredGradients, Formed, GradientCapture, register_rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretending import on_gpu
+from helpers.fake_gpu_tensor import on_gpu
 from slangvi.linalg.cholesky import lower_factor
 
 DOUBLE = torch.float64

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretending import on_gpu
+from helpers.fake_gpu_tensor import on_gpu
 from slangvi.linalg import columns, factorize, lowrank
 from slangvi.linalg.columns import by_columns, in_parts, sliced
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretending import on_gpu, plain
+from helpers.fake_gpu_tensor import on_gpu, plain
 from slangvi.linalg import products
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slangvi
-from allocating import allocated
+from helpers.allocated_bytes import allocated
 from slangvi.linalg import krylov
 
 # What the plan may be of the truth. Where no size depends on values it is 1; it is more where embeddings are looked up,

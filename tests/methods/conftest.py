@@ -1,5 +1,5 @@
 """Graphs without a GPU."""
 
-from graphing import cuda as cuda
-from graphing import replays as replays
-from graphing import taped as taped
+from helpers.fake_graphs import cuda as cuda
+from helpers.fake_graphs import replays as replays
+from helpers.fake_graphs import taped as taped

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import slangvi
-from replaying import assert_same_state, functional, problem, steps
+from helpers.captured_steps import assert_same_state, functional, problem, steps
 from slangvi.linalg import topk
 from slangvi.methods._awaited import Awaited, awaiting, settle
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.distributions import Independent, Normal, kl_divergence
 
 import slangvi
-from adapting import Descent, replayed
-from relating import assert_close, log_likelihood, logistic, member, tensors, unit_prior
+from helpers.adam_oracle import Descent, replayed
+from helpers.logistic_runs import assert_close, log_likelihood, logistic, member, tensors, unit_prior
 from slangvi import bbb
 from slangvi._steps import Prior, Rate
 from slangvi.errors import NumericalError

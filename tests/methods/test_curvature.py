@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import slangvi
-from relating import log_likelihood, logistic
+from helpers.logistic_runs import log_likelihood, logistic
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads import dense
 from slangvi.methods._curvature import check_curvature, hessian_gatherer

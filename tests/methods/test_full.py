@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slangvi
-from relating import logistic, start, unit_prior
+from helpers.logistic_runs import logistic, start, unit_prior
 from slangvi import full, slang
 from slangvi._steps import Prior, Rate
 from slangvi.errors import NumericalError

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Independent, Normal, kl_divergence
 
-from reference import gaussian_step
-from relating import (
+from helpers.logistic_runs import (
     METHODS,
     assert_close,
     log_likelihood,
@@ -24,6 +23,7 @@ from relating import (
     tensors,
     unit_prior,
 )
+from reference import gaussian_step
 from slangvi._steps import Prior, Rate
 from slangvi.errors import NumericalError
 from slangvi.grads import DenseGradients

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import slangvi
-from replaying import assert_same_state, draw_and_step, functional, optimizer, problem, relative, steps
+from helpers.captured_steps import assert_same_state, draw_and_step, functional, optimizer, problem, relative, steps
 from slangvi.linalg import topk
 from slangvi.linalg.subspace import OVERSAMPLING, starting_block
 from slangvi.methods import _graph

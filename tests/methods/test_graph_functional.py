@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import slangvi
-from replaying import Net, assert_same_state, functional, problem, relative, steps
+from helpers.captured_steps import Net, assert_same_state, functional, problem, relative, steps
 from slangvi.methods import slang
 from slangvi.methods._graph_functional import FunctionalStep, GraphRunner
 from slangvi.methods._graph_runner import MOST_GRAPHS, why_not_captured

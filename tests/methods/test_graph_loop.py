@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import replaying
 import slangvi
-from optimizing import flat
-from replaying import N, Net, assert_agree, draw_and_step, optimizer, pair, problem, relative, words
+from helpers import captured_steps
+from helpers.captured_steps import N, Net, assert_agree, draw_and_step, optimizer, pair, problem, relative, words
+from helpers.optimizer_runs import flat
 from slangvi._steps import Prior
 from slangvi.grads import RowGroup
 from slangvi.grads.blocks import Formed, Outer, Rows
@@ -262,7 +262,7 @@ def test_a_capture_that_fails_is_named_once_and_leaves_the_optimizer_working(cud
         random.append(torch.get_rng_state())
     assert len(caught) == 1
     assert "could not be captured (ValueError: not while capturing)" in str(caught[0].message)
-    assert caught[0].filename == replaying.__file__
+    assert caught[0].filename == captured_steps.__file__
     assert_agree(eager, replayed)
     assert torch.equal(*random)
     assert set(cuda.replayed) == {"go_forward", "go_back"}  # the passes, but no step
@@ -273,7 +273,7 @@ def test_without_a_gpu_compiling_warns_once_and_changes_nothing():
     draw_and_step(eager, batch)
     with pytest.warns(UserWarning, match="compile=True has no effect: parameters are on cpu") as caught:
         draw_and_step(compiled, batch)
-    assert caught[0].filename == replaying.__file__
+    assert caught[0].filename == captured_steps.__file__
     for opt in (eager, compiled):
         for _ in range(2):
             draw_and_step(opt, batch)  # warnings are errors

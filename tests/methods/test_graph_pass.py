@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from passing import (
+from helpers.captured_steps import Net, draw_and_step, problem, words
+from helpers.replayed_passes import (
     assert_both_alike,
     assert_same,
     gradients,
@@ -26,7 +27,6 @@ from passing import (
     rows_of,
     seeded,
 )
-from replaying import Net, draw_and_step, problem, words
 from slangvi._live_bytes import LiveBytes
 from slangvi.grads import GradientCapture
 from slangvi.grads.blocks import cheapest

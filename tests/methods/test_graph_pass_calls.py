@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passing import (
+from helpers.captured_steps import problem
+from helpers.replayed_passes import (
     ONCE,
     Activated,
     assert_both_alike,
@@ -23,7 +24,6 @@ from passing import (
     seeded,
     twofold,
 )
-from replaying import problem
 
 
 class Hook:

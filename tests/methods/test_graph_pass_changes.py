@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from passing import (
+from helpers.captured_steps import Net, problem
+from helpers.replayed_passes import (
     Activated,
     assert_both_alike,
     error_of,
@@ -16,7 +17,6 @@ from passing import (
     seeded,
     twofold,
 )
-from replaying import Net, problem
 
 CHANGES = []
 

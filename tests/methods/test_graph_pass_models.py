@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cases
-import passing
-import replaying
-from passing import (
+from helpers import captured_steps, replayed_passes
+from helpers.captured_steps import Net, optimizer
+from helpers.replayed_passes import (
     assert_both_alike,
     assert_same,
     gradients,
@@ -23,7 +23,6 @@ from passing import (
     rows_of,
     seeded,
 )
-from replaying import Net, optimizer
 
 
 class Looks(Net):
@@ -49,7 +48,7 @@ def warnings_of(scene, make, own=True):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_both_alike(scene, make, own)
-    assert all(warning.filename in (__file__, passing.__file__, replaying.__file__) for warning in caught)
+    assert all(warning.filename in (__file__, replayed_passes.__file__, captured_steps.__file__) for warning in caught)
     return [str(warning.message) for warning in caught]
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from passing import (
+from helpers.captured_steps import Net, optimizer, pair, problem
+from helpers.replayed_passes import (
     assert_both_alike,
     assert_same,
     gradients,
@@ -23,7 +24,6 @@ from passing import (
     rows_of,
     seeded,
 )
-from replaying import Net, optimizer, pair, problem
 from slangvi.grads import GradientCapture
 from slangvi.methods import _graph_pass
 from slangvi.methods._graph_runner import MOST_GRAPHS

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from adapting import Descent, replayed
-from optimizing import backward
-from relating import assert_close, member, tensors
+from helpers.adam_oracle import Descent, replayed
+from helpers.logistic_runs import assert_close, member, tensors
+from helpers.optimizer_runs import backward
 from slangvi import mc_dropout
 from slangvi._steps import Rate
 from slangvi.errors import NumericalError

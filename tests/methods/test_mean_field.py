@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from relating import log_likelihood, logistic, unit_prior
+from helpers.logistic_runs import log_likelihood, logistic, unit_prior
 from slangvi import mean_field, slang
 from slangvi._steps import Rate
 from slangvi.grads import DenseGradients

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optimizing import N, assert_identical, assert_same, backward, make, model_and_data, train
+from helpers.optimizer_runs import N, assert_identical, assert_same, backward, make, model_and_data, train
 
 
 @pytest.mark.parametrize("parts", [(4, 4, 4), (7, 5), (1, 11)])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from optimizing import assert_same
+from helpers.optimizer_runs import assert_same
 from slangvi.errors import UnsupportedModuleError
 
 

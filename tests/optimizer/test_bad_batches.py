@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import slangvi
-from optimizing import CLASSES, N, assert_identical, backward, flat, model_and_data
+from helpers.optimizer_runs import CLASSES, N, assert_identical, backward, flat, model_and_data
 from slangvi.errors import NumericalError
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from optimizing import CLASSES, N, assert_identical, make, model_and_data, train
+from helpers.optimizer_runs import CLASSES, N, assert_identical, make, model_and_data, train
 from slangvi.methods._graph_loop import LoopRunner
 from slangvi.types import Routes
 

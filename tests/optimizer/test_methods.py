@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from optimizing import CLASSES, N, assert_identical, backward, flat, model_and_data, train
+from helpers.optimizer_runs import CLASSES, N, assert_identical, backward, flat, model_and_data, train
 from slangvi._flat import tensors_of
 from slangvi.errors import NumericalError
 

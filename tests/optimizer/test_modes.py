@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from optimizing import CLASSES, N, assert_identical, backward, flat, make, model_and_data, train
+from helpers.optimizer_runs import CLASSES, N, assert_identical, backward, flat, make, model_and_data, train
 from slangvi._flat import tensors_of
 from slangvi.errors import UnsupportedModuleError
 

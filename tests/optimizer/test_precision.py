@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import slangvi
-from optimizing import CLASSES, N, assert_identical, assert_same, flat, make, model_and_data, train
+from helpers.optimizer_runs import CLASSES, N, assert_identical, assert_same, flat, make, model_and_data, train
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

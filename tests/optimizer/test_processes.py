@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from optimizing import CLASSES, assert_identical, model_and_data
+from helpers.optimizer_runs import CLASSES, assert_identical, model_and_data
 
 dist = pytest.importorskip("torch.distributed")
 pytestmark = [

@@ -8,7 +8,7 @@ from torch import nn
 
 import slangvi
 from cases import build
-from optimizing import CLASSES, N, assert_identical, assert_same, backward, make, model_and_data, train
+from helpers.optimizer_runs import CLASSES, N, assert_identical, assert_same, backward, make, model_and_data, train
 
 
 def test_inverse_time_follows_the_papers_schedule_and_beta_follows_lr():

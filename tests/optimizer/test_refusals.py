@@ -10,7 +10,7 @@ from torch import nn
 
 import slangvi
 from cases import build, cross_entropy
-from optimizing import N, assert_same, backward, flat, make, model_and_data, train
+from helpers.optimizer_runs import N, assert_same, backward, flat, make, model_and_data, train
 from slangvi.errors import UnsupportedModuleError, UnverifiedGradientsWarning
 
 BAD = {

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from optimizing import N, assert_identical, backward, flat, make, model_and_data, train
+from helpers.optimizer_runs import N, assert_identical, backward, flat, make, model_and_data, train
 from slangvi.errors import NumericalError
 
 

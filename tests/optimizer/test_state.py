@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import slangvi.optimizer
-from optimizing import N, assert_identical, flat, make, model_and_data, train
+from helpers.optimizer_runs import N, assert_identical, flat, make, model_and_data, train
 from slangvi.types import Routes
 
 

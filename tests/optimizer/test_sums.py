@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 import slangvi
-from adapting import Descent
-from optimizing import N, assert_identical, backward, flat, model_and_data, train
+from helpers.adam_oracle import Descent
+from helpers.optimizer_runs import N, assert_identical, backward, flat, model_and_data, train
 from slangvi._flat import tensors_of
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from predicting import posterior_of
+from helpers.posteriors import posterior_of
 from slangvi.predict import functional_samples
 from slangvi.predict._chunks import drawn_in_chunks, sizes_for_a_row
 

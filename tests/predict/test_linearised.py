@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import slangvi
 from cases import GPT
-from predicting import posterior_of, seeded
+from helpers.posteriors import posterior_of, seeded
 from slangvi import Categorical, DensePrecisionNormal, Gaussian, LowRankPrecisionNormal
 from slangvi.predict import linearised_predictive
 from slangvi.predict.linearised import probit_softmax

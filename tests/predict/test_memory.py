@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import slangvi
-from allocating import allocated
-from predicting import posterior_of
+from helpers.allocated_bytes import allocated
+from helpers.posteriors import posterior_of
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:

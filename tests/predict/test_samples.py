@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cases import GPT, DictInput, MultiOutput
-from predicting import posterior_of, seeded
+from helpers.posteriors import posterior_of, seeded
 from slangvi import Bernoulli, LowRankPrecisionNormal, functional_samples, predictive_samples
 from slangvi.types import ParamSpec
 

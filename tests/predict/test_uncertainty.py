@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predicting import seeded
+from helpers.posteriors import seeded
 from slangvi import Bernoulli, Gaussian, decompose_uncertainty
 from slangvi.likelihoods import Likelihood
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from replicating import METHODS, distance, regression
+from helpers.replica_problems import METHODS, distance, regression
 from slangvi import replicas
 from slangvi._flat import tensors_of
 from slangvi.errors import DivergenceError, DivergenceWarning, NumericalError

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replicating import METHODS, distance, logistic, regression
+from helpers.replica_problems import METHODS, distance, logistic, regression
 from slangvi import replicas
 from slangvi.errors import NumericalError
 

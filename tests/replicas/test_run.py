@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicating import METHODS, Problem, distance, logistic, regression
+from helpers.replica_problems import METHODS, Problem, distance, logistic, regression
 from slangvi import replicas, slang
 
 STEPS = 20

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from replicating import distance, regression
+from helpers.replica_problems import distance, regression
 from slangvi import replicas, slang
 from slangvi._flat import tensors_of
 

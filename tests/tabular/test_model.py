@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.csv_tables import fitted, houses, kinds
 from slangvi.errors import CheckpointError, DataError
 from slangvi.tabular import model as folder
 from slangvi.tabular.fitting import KEPT, SHOWN, Settings, fit
@@ -16,7 +17,6 @@ from slangvi.tabular.model import ABOUT, WEIGHTS, Classes, Numbers, load, save
 from slangvi.tabular.output import columns
 from slangvi.tabular.reading import read_csv
 from slangvi.tabular.scores import coverages, score
-from tabulating import fitted, houses, kinds
 
 
 @pytest.fixture(scope="module")

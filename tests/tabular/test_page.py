@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from helpers.csv_tables import EVIL, fitted, houses, kinds
 from slangvi.errors import DataError
 from slangvi.tabular.page import page
-from tabulating import EVIL, fitted, houses, kinds
 
 
 class Seen(HTMLParser):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from helpers.csv_tables import fitted, kinds
 from slangvi import metrics
 from slangvi.tabular.fitting import Settings, fit
 from slangvi.tabular.model import Classes
 from slangvi.tabular.reading import parse
 from slangvi.tabular.scores import readable, score
-from tabulating import fitted, kinds
 
 
 def test_scores_of_tiny_targets_are_not_shown_as_zero():

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from slangvi import _checks
-from slangvi._files import put
+from slangvi import checks
 from slangvi.checkpoint._beside import check_extras, encode_extras, plain_values, restored
 from slangvi.checkpoint._format import VERSION, DamagedError, ForeignError, read, read_header, write
 from slangvi.checkpoint._plain import RECORDS, decode, record_of
 from slangvi.checkpoint._things import described, misfit, taken_apart, unlike_model
 from slangvi.errors import CheckpointError
+from slangvi.files import put
 from slangvi.optimizer import VariationalOptimizer
 
 __all__ = ["describe", "from_state_dict", "load", "previous_path", "save", "state_dict"]
@@ -91,8 +91,8 @@ def load(
         CheckpointError: the file is missing, damaged, not a checkpoint or of something else; the message names the
             first thing that is wrong, and what to do.
     """
-    _checks.flag("fallback", fallback)
-    _checks.flag("across_devices", across_devices)
+    checks.flag("fallback", fallback)
+    checks.flag("across_devices", across_devices)
     source, header, tensors = _opened(Path(path), fallback)
     try:
         return _taken_up(header, tensors, into, extras, across_devices)

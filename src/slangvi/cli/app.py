@@ -2,66 +2,72 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from time import perf_counter
+from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from slangvi._version import __version__
-from slangvi.cli._common import check_new, guarded, progress_bars, require
-from slangvi.cli.bench import bench
-from slangvi.cli.data import data
+from slangvi import __version__
+from slangvi.cli.demo import demo
 from slangvi.cli.fit import fit
 from slangvi.cli.predict import predict
 from slangvi.cli.report import report
-from slangvi.cli.reproduce import reproduce
 
-__all__ = ["app"]
+__all__ = ["ENTRY_POINTS", "app"]
+
+# Packages add commands by entry points of this group, each a `click.Command`.
+ENTRY_POINTS = "slangvi.commands"
+# Commands of the package `slangvi-reproduction`, which is not part of the library, and what they do.
+REPRODUCTION = {
+    "bench": "Measure SLANG against its peers.",
+    "data": "Data sets of the experiments: what there is, and fetching it.",
+    "reproduce": "Run the paper's experiments again.",
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Extensible(click.Group):
+    """A group whose commands may come from other packages."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *REPRODUCTION, *_added()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        if cmd_name in (added := _added()):
+            command: click.Command = added[cmd_name].load()
+            return command
+        return _missing(cmd_name) if cmd_name in REPRODUCTION else None
+
+
+def _added() -> dict[str, EntryPoint]:
+    """Return the commands of installed packages by name."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _missing(name: str) -> click.Command:
+    """Return a command that says how to get the package it is in, whatever its arguments."""
+
+    @click.command(
+        name,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        add_help_option=False,
+        short_help=f"{REPRODUCTION[name]} (not installed)",
+    )
+    def command() -> None:
+        raise click.ClickException(
+            f"'slangvi {name}' is in the package slangvi-reproduction: "
+            "pip install ./reproduction, in a clone of slangvi."
+        )
+
+    return command
+
+
+@click.group(cls=_Extensible, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="slangvi")
 def app() -> None:
     """Honest uncertainty for any PyTorch network."""
 
 
-app.add_command(bench)
-app.add_command(data)
-app.add_command(fit)
-app.add_command(predict)
-app.add_command(report)
-app.add_command(reproduce)
-
-
-@app.command()
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("demo.png"),
-    show_default=True,
-    help="Where the picture goes.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of data, initial weights and draws.")
-@click.option("--quick", is_flag=True, help="A twentieth of the training, to see that it runs.")
-@guarded
-def demo(out: Path, seed: int, quick: bool) -> None:
-    """Train SLANG and Adam on a noisy curve and on patients' data; print a table, write a picture."""
-    if not out.parent.is_dir():
-        raise click.BadParameter(f"folder {out.parent} does not exist. Make it first.", param_hint="--out")
-    check_new(out, force=True)
-    require("demo", matplotlib="plot", sklearn="sklearn")
-    from rich.console import Console
-    from rich.table import Table
-
-    from slangvi.experiments import demo as experiment
-
-    console = Console()
-    start = perf_counter()
-    with progress_bars(console) as progress:
-        result = experiment.run(seed, progress, quick)
-    table = Table("data", "method", "accuracy", "NLL (nats)", "calibration error", title="On held-out data")
-    for row in result.rows:
-        table.add_row(row.data, row.method, row.score, f"{row.nll:.3f}", f"{row.calibration:.3f}")
-    console.print(table)
-    experiment.plot(result, out)
-    console.print(f"Picture: {out}   ({perf_counter() - start:.0f} s)", highlight=False)
+for _command in (demo, fit, predict, report):
+    app.add_command(_command)

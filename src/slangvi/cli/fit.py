@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slangvi.cli._common import FiniteRange, check_new, guarded, progress_bars, require
+from slangvi.cli.common import FiniteRange, check_new, guarded, progress_bars, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,7 +101,7 @@ def _hidden(text: str) -> tuple[int, ...]:
 
 def _about(data: Path, device: str, seconds: float) -> dict[str, Any]:
     """The file and the machine; where the file lies is nobody else's business."""
-    from slangvi._environment import environment
+    from slangvi.environment import environment
 
     return {"data": data.name, "environment": environment("slangvi fit", device, seconds)}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slangvi.cli._common import FiniteRange, check_new, guarded, require
+from slangvi.cli.common import FiniteRange, check_new, guarded, require
 
 if TYPE_CHECKING:
     from slangvi.tabular.model import Model
@@ -46,7 +46,7 @@ def predict(
     if not to_terminal:
         check_new(out, force)
     require("predict", sklearn="sklearn")
-    from slangvi._files import put
+    from slangvi.files import put
     from slangvi.tabular.model import load
     from slangvi.tabular.reading import read_csv
 

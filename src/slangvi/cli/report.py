@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from slangvi.cli._common import check_new, guarded, require
+from slangvi.cli.common import check_new, guarded, require
 
 __all__ = ["report"]
 
@@ -27,7 +27,7 @@ def report(model: Path, out: Path | None, force: bool, quiet: bool, json: bool) 
     path = out or model / "report.html"
     check_new(path, force or out is None)
     require("report", matplotlib="plot", sklearn="sklearn")
-    from slangvi._files import put
+    from slangvi.files import put
     from slangvi.tabular.model import load
     from slangvi.tabular.page import page
 

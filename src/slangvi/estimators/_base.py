@@ -17,7 +17,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.estimators._data import Array, Scale, held_out
 from slangvi.estimators._network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
@@ -166,35 +166,35 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     def _checked(self) -> Wishes:
         """Parameters, checked when they are needed and not before, as scikit-learn wants it."""
         layer_sizes(self.hidden_layer_sizes)
-        _checks.choice("activation", self.activation, tuple(ACTIVATIONS))
-        _checks.count("max_iter", self.max_iter)
-        _checks.count("predict_samples", self.predict_samples)
-        _checks.count("n_iter_no_change", self.n_iter_no_change)
-        _checks.number("validation_fraction", self.validation_fraction, 0.0, 1.0)
-        _checks.number("tol", self.tol, 0.0, closed="low")
+        checks.choice("activation", self.activation, tuple(ACTIVATIONS))
+        checks.count("max_iter", self.max_iter)
+        checks.count("predict_samples", self.predict_samples)
+        checks.count("n_iter_no_change", self.n_iter_no_change)
+        checks.number("validation_fraction", self.validation_fraction, 0.0, 1.0)
+        checks.number("tol", self.tol, 0.0, closed="low")
         for name in ("early_stopping", "standardize", "warm_start"):
             given = getattr(self, name)
-            _checks.flag(name, bool(given) if isinstance(given, np.bool_) else given)
+            checks.flag(name, bool(given) if isinstance(given, np.bool_) else given)
         if self.num_data is not None:
-            _checks.number("num_data", self.num_data, 0.0)
-        _checks.device("device", self.device)
+            checks.number("num_data", self.num_data, 0.0)
+        checks.device("device", self.device)
         auto, hint = _is_auto(self.batch_size), "Or 'auto', which is 8 to 32."
         return Wishes(
-            rank=_checks.count("rank", self.rank, least=0),
+            rank=checks.count("rank", self.rank, least=0),
             prior_precision=self.prior_precision,
-            temperature=_checks.number("temperature", self.temperature, 0.0),
-            mc_samples=_checks.count("mc_samples", self.mc_samples),
+            temperature=checks.number("temperature", self.temperature, 0.0),
+            mc_samples=checks.count("mc_samples", self.mc_samples),
             lr=self._rate("learning_rate_init"),
             precision_lr=self._rate("precision_learning_rate_init", 1.0),
             init_precision=self._given_start(),
-            batch_size=None if auto else _checks.count("batch_size", self.batch_size, hint=hint),
+            batch_size=None if auto else checks.count("batch_size", self.batch_size, hint=hint),
             rates=self._rates,
         )
 
     def _rate(self, name: str, high: float = math.inf) -> float | None:
         """A rate that was given; None for "auto"."""
         given = getattr(self, name)
-        return None if _is_auto(given) else _checks.rate(name, given, high, hint="Or 'auto'.")
+        return None if _is_auto(given) else checks.rate(name, given, high, hint="Or 'auto'.")
 
     def _given_start(self) -> Any:
         """The precision to start with, if one was given; None for "auto"."""
@@ -338,7 +338,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         """Outputs at draws of the weights, (S, m, C) for chunks of rows; the same draws for every row and call."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=_FLOATS, reset=False)
-        samples = _checks.count("predict_samples", self.predict_samples)
+        samples = checks.count("predict_samples", self.predict_samples)
         yield from self._drawn(self._inputs(X), self.state_, samples)
 
     def _drawn(self, x: Tensor, state: slang.State, samples: int) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 
 __all__ = ["ACTIVATIONS", "check_outputs", "input_dtype", "layer_sizes", "made_module", "mlp", "num_weights", "seeded"]
 
@@ -39,7 +39,7 @@ def layer_sizes(value: Any) -> tuple[int, ...]:
             f"hidden_layer_sizes must be a sequence of whole numbers ≥ 1, such as (50,), got {value!r}. "
             "() is a model without hidden layers."
         )
-    return tuple(_checks.count("hidden_layer_sizes", width) for width in value)
+    return tuple(checks.count("hidden_layer_sizes", width) for width in value)
 
 
 def num_weights(sizes: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._divergence import Watch
 from slangvi._steps import Cosine, Schedule, rate_at
 from slangvi.errors import NumericalError
@@ -193,7 +193,7 @@ class Training:
     def _begin_slowly(self) -> None:
         """At the prior's precision at least, or its pull overshoots until the precision has learnt of it."""
         like = self.state.prec_diag
-        lam = _checks.per_parameter("prior_precision", self.recipe.prior_precision, self.state.spec, like)
+        lam = checks.per_parameter("prior_precision", self.recipe.prior_precision, self.state.spec, like)
         self.state = replace(self.state, prec_diag=torch.maximum(like, lam))
         self._start = self.state.prec_diag, lam
 

@@ -13,7 +13,7 @@ from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._frames import outside_frames
 from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._data import Array, Scale, is_rounding, moments
@@ -230,7 +230,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         if isinstance(self.noise, str) and self.noise == "learn":
             return "learn"
         hint = 'It is a standard deviation on the scale of y, or "learn".'
-        return _checks.number("noise", self.noise, 0.0, hint=hint)
+        return checks.number("noise", self.noise, 0.0, hint=hint)
 
     def _noise(self, rows: Rows) -> Noise | None:
         spread, wanted = self._spread(rows), self._wanted_noise()

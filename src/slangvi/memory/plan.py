@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._out_of_memory import human
 from slangvi.memory.ledger import Record
 from slangvi.memory.rehearsal import Loss, Rehearsal, rehearse
@@ -163,11 +163,11 @@ def estimate_memory(
         >>> plan.between_steps < plan.later_peak <= plan.peak
         True
     """
-    _checks.choice("interface", interface, ("optimizer", "functional"))
+    checks.choice("interface", interface, ("optimizer", "functional"))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the module itself.")
-    rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
-    mc_samples = _checks.count("mc_samples", mc_samples)
+    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    mc_samples = checks.count("mc_samples", mc_samples)
     options = {"rank": rank, "mc_samples": mc_samples, "engine": engine, "memory_limit": memory_limit, "verify": verify}
     seen = rehearse(model, batch, interface, loss, options)
     live = seen.ledger.live

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._divergence import REACTIONS, REMEDY, Watch
 from slangvi._flat import FlatState
 from slangvi._out_of_memory import out_of_memory_advice
@@ -55,9 +55,9 @@ class Basics:
         temperature: float,
         ceiling: float = math.inf,
     ) -> None:
-        self.num_data = _checks.count("num_data", num_data, hint="Pass the number of training examples.")
-        self.mc_samples = _checks.count("mc_samples", mc_samples)
-        self.temperature = _checks.number("temperature", temperature, 0.0)
+        self.num_data = checks.count("num_data", num_data, hint="Pass the number of training examples.")
+        self.mc_samples = checks.count("mc_samples", mc_samples)
+        self.temperature = checks.number("temperature", temperature, 0.0)
         check_schedule("lr", lr, ceiling)
         self._lr, self._ceiling = lr, ceiling
         self._prior_precision, self._prior_mean = prior_precision, prior_mean
@@ -68,8 +68,8 @@ class Basics:
         like = state.loc if like is None else like
         key = (state.spec, like.dtype, like.device)
         if key not in self._priors:
-            lam = _checks.per_parameter("prior_precision", self._prior_precision, state.spec, like)
-            mean = _checks.per_parameter("prior_mean", self._prior_mean, state.spec, like, positive=False)
+            lam = checks.per_parameter("prior_precision", self._prior_precision, state.spec, like)
+            mean = checks.per_parameter("prior_mean", self._prior_mean, state.spec, like, positive=False)
             self._priors[key] = Prior(lam, mean)
         return self._priors[key]
 
@@ -172,23 +172,23 @@ class Common(Basics):
             temperature=temperature,
             ceiling=1.0 if precision_lr is None else math.inf,
         )
-        self.momentum = _checks.number("momentum", momentum, 0.0, 1.0, closed="low")
-        kind = _checks.choice("engine", engine or ("factored" if model else "dense"), ("factored", "dense"))
+        self.momentum = checks.number("momentum", momentum, 0.0, 1.0, closed="low")
+        kind = checks.choice("engine", engine or ("factored" if model else "dense"), ("factored", "dense"))
         if memory_limit is not None:
-            memory_limit = _checks.count("memory_limit", memory_limit, hint="It is a number of bytes.")
+            memory_limit = checks.count("memory_limit", memory_limit, hint="It is a number of bytes.")
         check_schedule("precision_lr", precision_lr, 1.0)
         self.factored: FactoredGatherer | None = None
         if kind == "factored":
             if model is None:
                 raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
             plan = (routes or Routes()).within(memory_limit)
-            checked = _checks.flag("verify", verify)
+            checked = checks.flag("verify", verify)
             self.factored = FactoredGatherer(log_likelihood, model, rank, checked, plan, memory_limit)
         self._gather = self.factored or dense_gatherer(log_likelihood, memory_limit)
         self._precision_lr = precision_lr
-        self._watch = Watch(_checks.choice("on_divergence", on_divergence, REACTIONS), REMEDY)
+        self._watch = Watch(checks.choice("on_divergence", on_divergence, REACTIONS), REMEDY)
         self._unseen: _Unseen | None = None
-        self._warms_up = _checks.flag("precision_warmup", precision_warmup)
+        self._warms_up = checks.flag("precision_warmup", precision_warmup)
 
     @property
     def dtypes(self) -> dict[str, torch.dtype] | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vjp, vmap
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads.dense import Together, draws_at_once
 from slangvi.types import Params, ParamSpec
@@ -27,7 +27,7 @@ _ROWS = 64
 
 def check_curvature(curvature: Any) -> bool:
     """Whether Hessians are asked for."""
-    return bool(_checks.choice("curvature", curvature, ("ef", "hessian")) == "hessian")
+    return bool(checks.choice("curvature", curvature, ("ef", "hessian")) == "hessian")
 
 
 def hessian_gatherer(

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._steps import Prior
 from slangvi.linalg import DensePrecision, factorize_dense
 from slangvi.quadrature import softplus_expectations
@@ -199,7 +199,7 @@ def _where(accepted: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 def regression(x: Tensor, y: Tensor, prior_precision: Any, prior_mean: Any, family: Any) -> Regression:
     """Checked data and prior, in float64."""
-    _checks.choice("family", family, ("full", "mean_field"))
+    checks.choice("family", family, ("full", "mean_field"))
     for name, values in (("x", x), ("y", y)):
         if not isinstance(values, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(values).__name__}. Convert with torch.as_tensor.")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._steps import Schedule
 from slangvi.errors import NumericalError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup, per_example_gradients
@@ -54,7 +54,7 @@ GRADIENT_REMEDY = (
 def check_schedule(name: str, schedule: Schedule | None, ceiling: float) -> None:
     """Numbers are checked when built; functions of the step, at every step."""
     if schedule is not None and not callable(schedule):
-        _checks.rate(name, schedule, ceiling)
+        checks.rate(name, schedule, ceiling)
 
 
 def dense_gatherer(log_likelihood: LogLikelihood, memory_limit: int | None) -> Gatherer:

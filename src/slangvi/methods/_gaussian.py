@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._divergence import REMEDY, Watch
 from slangvi._flat import FlatState, state_dtype
 from slangvi._settings import Settings
@@ -122,7 +122,7 @@ def start(params: Params, init_precision: Any) -> tuple[ParamSpec, Tensor, Tenso
         The layout, μ (P,), and the precision of each entry (P,).
     """
     spec, loc = flat_start(params)
-    return spec, loc, _checks.per_parameter("init_precision", init_precision, spec, loc).contiguous()
+    return spec, loc, checks.per_parameter("init_precision", init_precision, spec, loc).contiguous()
 
 
 def flat_start(params: Params) -> tuple[ParamSpec, Tensor]:
@@ -184,7 +184,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
                 'curvature must be "ef" for an optimizer, got "hessian": a backward pass holds no second derivatives. '
                 'Use the functional interface, build(..., curvature="hessian").'
             )
-        _checks.choice("curvature", curvature, ("ef",))
+        checks.choice("curvature", curvature, ("ef",))
         settings = Settings(
             num_data=num_data,
             mc_samples=mc_samples,

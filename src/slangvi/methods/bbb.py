@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._groups import GroupValues
 from slangvi._steps import Prior, Rate, Schedule
 from slangvi.distributions import LowRankPrecisionNormal
@@ -90,7 +90,7 @@ def init(params: Params, init_precision: Any = 1.0, scale: str = "softplus") -> 
         init_precision: 1/σ²; number, dict of names or globs, or (P,) tensor.
         scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ.
     """
-    _checks.choice("scale", scale, ("softplus", "log"))
+    checks.choice("scale", scale, ("softplus", "log"))
     spec, loc, precision = start(params, init_precision)
     sigma = precision.rsqrt()
     rho = sigma.log() if scale == "log" else sigma + torch.log(-torch.expm1(-sigma))
@@ -279,8 +279,8 @@ def build(
         mc_samples=mc_samples,
         temperature=temperature,
     )
-    _checks.choice("scale", scale, ("softplus", "log"))
-    pair, floor = _checks.betas(betas), _checks.number("eps", eps, 0.0)
+    checks.choice("scale", scale, ("softplus", "log"))
+    pair, floor = checks.betas(betas), checks.number("eps", eps, 0.0)
     gather = sum_gatherer(log_likelihood)
 
     def take(state: State, batch: Any, generator: torch.Generator | None) -> tuple[State, Info]:
@@ -346,7 +346,7 @@ class BBB(AdamOptimizer[State, Info]):
         scale: str = "softplus",
         **options: Any,
     ) -> None:
-        self.scale = _checks.choice("scale", scale, ("softplus", "log"))
+        self.scale = checks.choice("scale", scale, ("softplus", "log"))
         own = {"prior_precision": prior_precision, "prior_mean": prior_mean, "init_precision": init_precision}
         super().__init__(model, params, own, num_data=num_data, **options)
 

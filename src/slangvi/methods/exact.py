@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._steps import ELBO
 from slangvi.distributions import DensePrecisionNormal, LowRankPrecisionNormal
 from slangvi.errors import NumericalError
@@ -286,8 +286,8 @@ def fit(
         (True, -2.0176)
     """
     problem = regression(x, y, prior_precision, prior_mean, family)
-    tolerance = _checks.number("tolerance", tolerance, 0.0)
-    state, limit = init(problem), _checks.count("max_steps", max_steps, least=0)
+    tolerance = checks.number("tolerance", tolerance, 0.0)
+    state, limit = init(problem), checks.count("max_steps", max_steps, least=0)
     while state.step < limit and not bool((state.point.gradient_norm <= tolerance).all()):
         state, _ = update(state, problem)
     norm = state.point.gradient_norm

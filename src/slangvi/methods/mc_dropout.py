@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._groups import GroupValues
 from slangvi._steps import Prior, Rate, Schedule
 from slangvi.grads.dense import batch_size
@@ -151,7 +151,7 @@ def prior_precision_of(length_scale: float) -> float:
         >>> prior_precision_of(0.5)
         0.25
     """
-    return _checks.number("length_scale", length_scale, 0.0, hint="Gal's experiments have 0.01.") ** 2
+    return checks.number("length_scale", length_scale, 0.0, hint="Gal's experiments have 0.01.") ** 2
 
 
 def draw_masks(
@@ -321,10 +321,10 @@ def build(
         mc_samples=mc_samples,
         temperature=temperature,
     )
-    _checks.choice("decay", decay, ("gal", "kl"))
-    by_example = _checks.choice("masks", masks, ("example", "draw")) == "example"
+    checks.choice("decay", decay, ("gal", "kl"))
+    by_example = checks.choice("masks", masks, ("example", "draw")) == "example"
     gather = (_masks.example_gatherer if by_example else _masks.draw_gatherer)(log_likelihood)
-    pair, floor = _checks.betas(betas), _checks.number("eps", eps, 0.0)
+    pair, floor = checks.betas(betas), checks.number("eps", eps, 0.0)
 
     def take(state: State, batch: Any, generator: torch.Generator | None) -> tuple[State, Info]:
         shape = (basics.mc_samples, batch_size(batch))
@@ -389,7 +389,7 @@ class MCDropout(AdamOptimizer[State, Info]):
         decay: str = "gal",
         **options: Any,
     ) -> None:
-        self.decay = _checks.choice("decay", decay, ("gal", "kl"))
+        self.decay = checks.choice("decay", decay, ("gal", "kl"))
         own = {"rates": rates, "prior_precision": prior_precision}
         super().__init__(model, params, own, num_data=num_data, **options)
 

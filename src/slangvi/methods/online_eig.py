@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._groups import GroupValues
 from slangvi._steps import Prior, Rate, Schedule, debiasing, lerp, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
@@ -292,7 +292,7 @@ def build(
         >>> state.prec_factor.shape, info.num_rows
         (torch.Size([1, 2]), 2)
     """
-    rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
     common = Common(
         log_likelihood,
         num_data=num_data,
@@ -352,7 +352,7 @@ class OnlineEig(GaussianOptimizer[State, Info]):
         momentum: float = 0.9,
         **options: Any,
     ) -> None:
-        self.rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+        self.rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
         super().__init__(model, params, num_data=num_data, momentum=momentum, **options)
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._groups import GroupValues
 from slangvi._steps import Prior, Rate, Schedule, debiasing, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
@@ -39,7 +39,7 @@ def init(params: Params, rank: int, init_precision: Any = 1.0) -> State:
         rank: L ≥ 0.
         init_precision: number, dict of names or globs, or (P,) tensor.
     """
-    rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
     spec, loc, diag = start(params, init_precision)
     return State(loc, loc.new_zeros(rank, len(loc)), diag, torch.zeros_like(loc), 0, spec)
 
@@ -186,7 +186,7 @@ def build(
         >>> state.step, info.num_rows
         (1, 2)
     """
-    rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
     common = Common(
         log_likelihood,
         num_data=num_data,
@@ -206,7 +206,7 @@ def build(
         rank=rank,
         on_divergence=on_divergence,
     )
-    replay = _replay(common) if _checks.flag("compile", compile) else None
+    replay = _replay(common) if checks.flag("compile", compile) else None
     return common.transform(lambda params: init(params, rank, init_precision), update, sample, posterior, replay=replay)
 
 
@@ -310,7 +310,7 @@ class SLANG(ReplayingOptimizer[State, Info]):
         on_divergence: str = "warn",
         generator: torch.Generator | None = None,
     ) -> None:
-        self.rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+        self.rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
         super().__init__(
             model,
             params,

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._out_of_memory import out_of_memory_advice
 from slangvi._steps import ELBO
 from slangvi.errors import DivergenceError, NumericalError
@@ -95,7 +95,7 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
                 for `loss_reduction="mean"`, its sum over the whole training set for "sum".
             mc_samples: draws to average over; None takes the optimizer's.
         """
-        draws = _checks.count("mc_samples", self.settings.mc_samples if mc_samples is None else mc_samples)
+        draws = checks.count("mc_samples", self.settings.mc_samples if mc_samples is None else mc_samples)
         losses = []
         for _ in range(draws):
             with self.sampled_params(), torch.no_grad():

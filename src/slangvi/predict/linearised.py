@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi.distributions import Posterior
 from slangvi.errors import NumericalError
 from slangvi.grads.dense import batch_size, slice_batch
@@ -113,9 +113,9 @@ def linearised_predictive(
     """
     kind = likelihood_named(likelihood)
     check_given(model, posterior)
-    _checks.choice("link", link, ("probit", "mc"))
-    draws = _checks.count("n_samples", n_samples)
-    limit = _CHUNK_BYTES if memory_limit is None else _checks.count("memory_limit", memory_limit)
+    checks.choice("link", link, ("probit", "mc"))
+    draws = checks.count("n_samples", n_samples)
+    limit = _CHUNK_BYTES if memory_limit is None else checks.count("memory_limit", memory_limit)
     model, rows = uncompiled(model), batch_size(x)
     spec = spec_of(model, posterior)
     loc, precision = _gaussian(posterior)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi.distributions import Posterior
 from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.likelihoods import Likelihood, likelihood_named
@@ -91,10 +91,10 @@ def _samples(
     generator: torch.Generator | None,
     link: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    draws = _checks.count("n_samples", n_samples)
+    draws = checks.count("n_samples", n_samples)
     check_given(model, posterior)
     model, rows = uncompiled(model), batch_size(x)
-    step = rows if chunk is None else _checks.count("batch_size", chunk)
+    step = rows if chunk is None else checks.count("batch_size", chunk)
     spec = spec_of(model, posterior)
     values = dict(model.named_parameters())
     result = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._divergence import Watch, step_length
 from slangvi._steps import Prior
 from slangvi.errors import NumericalError
@@ -55,14 +55,14 @@ class Settings:
         precision_warmup: bool,
     ) -> Settings:
         """From the arguments of `build`."""
-        sizes = _settings.numbers("num_data", num_data, count, lambda name, x: float(_checks.count(name, x)))
-        heat = _settings.numbers("temperature", temperature, count, lambda name, x: _checks.number(name, x, 0.0))
+        sizes = _settings.numbers("num_data", num_data, count, lambda name, x: float(checks.count(name, x)))
+        heat = _settings.numbers("temperature", temperature, count, lambda name, x: checks.number(name, x, 0.0))
         decay = _settings.numbers(
-            "momentum", momentum, count, lambda name, x: _checks.number(name, x, 0.0, 1.0, closed="low")
+            "momentum", momentum, count, lambda name, x: checks.number(name, x, 0.0, 1.0, closed="low")
         )
         alpha = _settings.Rates("lr", lr, count, 1.0 if precision_lr is None else float("inf"))
         beta = None if precision_lr is None else _settings.Rates("precision_lr", precision_lr, count, 1.0)
-        warms_up = _checks.flag("precision_warmup", precision_warmup)
+        warms_up = checks.flag("precision_warmup", precision_warmup)
         return cls(sizes, heat, decay, alpha, beta, prior_precision, prior_mean, warms_up)
 
     def numbers(self, steps: Tensor, index: Tensor, rows: Tensor) -> Tensor:

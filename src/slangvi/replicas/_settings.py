@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._steps import Schedule
 from slangvi.types import ParamSpec
 
@@ -52,8 +52,8 @@ def per_parameter(name: str, value: Any, spec: ParamSpec, like: Tensor, positive
     """
     many = listed(name, value.unbind(0) if isinstance(value, Tensor) and value.ndim == 2 else value, len(like))
     if many is None:
-        return _checks.per_parameter(name, value, spec, like[0], positive).expand_as(like)
-    rows = (_checks.per_parameter(f"{name}[{k}]", one, spec, like[0], positive) for k, one in enumerate(many))
+        return checks.per_parameter(name, value, spec, like[0], positive).expand_as(like)
+    rows = (checks.per_parameter(f"{name}[{k}]", one, spec, like[0], positive) for k, one in enumerate(many))
     return torch.stack(list(rows))
 
 
@@ -98,4 +98,4 @@ class Rates:
         # The check proper takes longer than a step of a small replica can afford.
         if type(value) is float and 0.0 < value <= self.high < math.inf:
             return value
-        return _checks.rate(name, value, self.high)
+        return checks.rate(name, value, self.high)

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._divergence import REACTIONS, REMEDY, Watch
 from slangvi._steps import Schedule
 from slangvi.distributions import LowRankPrecisionNormal
@@ -125,30 +125,30 @@ def build(
         >>> state.step, info.num_rows
         (tensor([1, 1]), tensor([2, 3]))
     """
-    count = _checks.count("num_replicas", num_replicas)
-    rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
-    kind = _checks.choice("engine", engine or ("factored" if model else "dense"), ("factored", "dense"))
+    count = checks.count("num_replicas", num_replicas)
+    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    kind = checks.choice("engine", engine or ("factored" if model else "dense"), ("factored", "dense"))
     if kind == "factored" and model is None:
         raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
     if memory_limit is not None:
-        memory_limit = _checks.count("memory_limit", memory_limit, hint="It is a number of bytes.")
+        memory_limit = checks.count("memory_limit", memory_limit, hint="It is a number of bytes.")
 
     def paired(params: Params, batch: Any, own: Any) -> Tensor:
         return log_likelihood(params, batch) if constants is None else log_likelihood(params, batch, own)
 
-    rule = RULES[_checks.choice("method", method, tuple(RULES))]
+    rule = RULES[checks.choice("method", method, tuple(RULES))]
     lockstep = Lockstep(
         rule,
         Settings.checked(
             count, num_data, lr, precision_lr, momentum, temperature, prior_precision, prior_mean, precision_warmup
         ),
         LockstepGatherer(paired, rank, model if kind == "factored" else None),
-        _checks.count("mc_samples", mc_samples),
+        checks.count("mc_samples", mc_samples),
         checked_constants(constants, count),
         memory_limit,
-        _checks.choice("on_failure", on_failure, ("freeze", "raise")) == "raise",
-        Watch(_checks.choice("on_divergence", on_divergence, REACTIONS), REMEDY),
-        GraphKeeper(rule) if _checks.flag("compile", compile) else None,
+        checks.choice("on_failure", on_failure, ("freeze", "raise")) == "raise",
+        Watch(checks.choice("on_divergence", on_divergence, REACTIONS), REMEDY),
+        GraphKeeper(rule) if checks.flag("compile", compile) else None,
     )
 
     def begin(params: Params | Sequence[Params], stacked: bool = False) -> State:

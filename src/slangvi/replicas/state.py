@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal, kl_divergence
 from torch.utils._pytree import tree_map
 
-from slangvi import _checks
+from slangvi import checks
 from slangvi._flat import state_dtype
 from slangvi._steps import Prior
 from slangvi.distributions import LowRankPrecisionNormal
@@ -154,7 +154,7 @@ def init(
         >>> state.loc.shape, state.prec_factor.shape, state.step
         (torch.Size([2, 3]), torch.Size([2, 1, 3]), tensor([0, 0]))
     """
-    rank = _checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
     together = _together(params, num_replicas, stacked)
     spec = ParamSpec.of({name: value[0] for name, value in together.items()})
     dtype = state_dtype(list(together.values()))
@@ -176,7 +176,7 @@ def _together(params: Any, count: int, stacked: bool) -> dict[str, Tensor]:
             )
         return {name: torch.stack([one[name] for one in many]) for name in many[0]}
     spec = ParamSpec.of(params)
-    if not _checks.flag("stacked", stacked):
+    if not checks.flag("stacked", stacked):
         return {name: params[name].expand(count, *params[name].shape) for name in spec.names}
     for name in spec.names:
         if params[name].shape[:1] != (count,):
@@ -217,7 +217,7 @@ def streams(seeds: Sequence[int], device: torch.device | str = "cpu") -> list[to
     """A generator for each replica, from a seed each."""
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds must be one whole number for each replica, got {seeds!r}.")
-    numbers = [_checks.count("seeds", seed, least=-(2**63)) for seed in seeds]
+    numbers = [checks.count("seeds", seed, least=-(2**63)) for seed in seeds]
     if any(seed >= 2**64 for seed in numbers):
         raise ValueError(f"seeds must be below 2⁶⁴, got {max(numbers)}.")
     return [torch.Generator(device).manual_seed(seed) for seed in numbers]

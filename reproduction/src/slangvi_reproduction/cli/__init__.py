@@ -1,0 +1,1 @@
+"""The commands `slangvi reproduce`, `slangvi bench` and `slangvi data`."""
