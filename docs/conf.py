@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from slangvi._version import __version__
+from slangvi import __version__
 
 project = "slangvi"
 author = "The slangvi authors"

@@ -16,7 +16,7 @@ from helpers.replica_problems import regression
 from reference import loop_gradients
 from slangvi import replicas
 from slangvi.grads import FactoredGradients, GradientCapture
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

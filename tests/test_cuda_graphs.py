@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import slangvi
 from helpers.captured_steps import N, Net, assert_same_state, functional, problem, relative, steps
 from helpers.optimizer_runs import flat
-from slangvi._steps import Prior
 from slangvi.linalg import lowrank, products
+from slangvi.priors import Prior
 
 DEVICE = "cuda"
 pytestmark = [

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.distributions import Gamma, Independent, MultivariateNormal, Normal, constraints, kl_divergence
 
 from slangvi import DensePrecisionNormal, LowRankPrecisionNormal
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 BATCHES = [(), (3,), (2, 3)]
 RANKS = [0, 1, 2, 7]  # 7 is beyond P

@@ -14,10 +14,10 @@ from torch import nn
 import slangvi
 from helpers.fake_graphs import cuda as cuda
 from helpers.optimizer_runs import assert_identical, backward, flat
-from slangvi._divergence import EVERY, LOOKS, Watch, step_length, straightness
-from slangvi._flat import tensors_of
-from slangvi._steps import Prior
+from slangvi.divergence import EVERY, LOOKS, Watch, step_length, straightness
 from slangvi.errors import DivergenceError, DivergenceWarning
+from slangvi.params.state import tensors_of
+from slangvi.priors import Prior
 
 WINDOW = EVERY * LOOKS
 METHODS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slangvi._live_bytes import LiveBytes
+from slangvi.live_bytes import LiveBytes
 
 MEGABYTE = 250_000  # floats
 

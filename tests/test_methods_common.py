@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import slangvi
-from slangvi._steps import Prior, Rate
 from slangvi.grads import DenseGradients
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 METHODS = {
     "slang": (slangvi.slang.build, {"rank": 2}),

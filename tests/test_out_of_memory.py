@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from slangvi._out_of_memory import human, out_of_memory_advice, storage_bytes, tensors_in
 from slangvi.errors import MemoryExceededError
+from slangvi.out_of_memory import human, out_of_memory_advice, storage_bytes, tensors_in
 
 STATE = slangvi.slang.init({"w": torch.zeros(1000)}, rank=4)
 CPU = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.optimizer_runs import CLASSES, backward, flat
-from slangvi._flat import tensors_of
-from slangvi._steps import Prior, Rate
 from slangvi.errors import NumericalError
 from slangvi.grads.dense import DenseGradients
 from slangvi.grads.linear_predictor import LinearPredictorGradients
 from slangvi.methods import full, mean_field, online_eig, slang
+from slangvi.params.state import tensors_of
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 METHODS = {"slang": (slang, 2), "online_eig": (online_eig, 2), "mean_field": (mean_field, None), "full": (full, None)}
 LONG = int(os.environ.get("SLANGVI_SOAK_STEPS", "1000000"))

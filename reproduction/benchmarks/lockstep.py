@@ -1,6 +1,7 @@
 """Milliseconds for one whole step of logistic regressions in lockstep, on one CPU thread.
 
-    OMP_NUM_THREADS=1 python reproduction/benchmarks/lockstep.py [--steps 200] [--warm 400] [--late 1] [--methods A,B] [--cases A,B]
+    OMP_NUM_THREADS=1 python reproduction/benchmarks/lockstep.py [--steps 200] [--warm 400] [--late 1] [--methods A,B]
+        [--cases A,B]
 
 A step is: S = 12 draws of the weights, f = xᵀθ, its slopes, the operator, and the method's own `update`. `single` is
 the same for one of the problems alone, and `gain` what K steps one by one would take relative to the step in lockstep.
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi._steps import Prior, Rate
 from slangvi.grads.linear_predictor import LinearPredictorGradients
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 # Name, K problems, P parameters, M examples a step.
 CASES = [

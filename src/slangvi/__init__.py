@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from slangvi import plots as plots
     from slangvi import replicas as replicas
     from slangvi import tracking as tracking
-    from slangvi._steps import ELBO as ELBO
-    from slangvi._steps import inverse_time as inverse_time
-    from slangvi._steps import slow_precision as slow_precision
     from slangvi.checkpoint import load as load
     from slangvi.checkpoint import save as save
     from slangvi.distributions import DensePrecisionNormal as DensePrecisionNormal
@@ -59,6 +56,9 @@ if TYPE_CHECKING:
     from slangvi.predict import functional_samples as functional_samples
     from slangvi.predict import linearised_predictive as linearised_predictive
     from slangvi.predict import predictive_samples as predictive_samples
+    from slangvi.priors import ELBO as ELBO
+    from slangvi.schedules import inverse_time as inverse_time
+    from slangvi.schedules import slow_precision as slow_precision
     from slangvi.tracking import track as track
     from slangvi.types import Routes as Routes
 
@@ -126,9 +126,9 @@ __all__ = [
 
 # Importing torch takes seconds. Names are looked up on first use, so that the command line answers at once.
 _HOMES = {
-    "ELBO": "slangvi._steps",
-    "inverse_time": "slangvi._steps",
-    "slow_precision": "slangvi._steps",
+    "ELBO": "slangvi.priors",
+    "inverse_time": "slangvi.schedules",
+    "slow_precision": "slangvi.schedules",
     "LowRankPrecisionNormal": "slangvi.distributions",
     "DensePrecisionNormal": "slangvi.distributions",
     "CheckpointError": "slangvi.errors",

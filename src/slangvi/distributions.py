@@ -19,7 +19,7 @@ from torch.distributions import (
 from slangvi.linalg.dense import DensePrecision, factorize_dense
 from slangvi.linalg.kept import kept
 from slangvi.linalg.lowrank import LowRankPrecision, factorize
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 __all__ = ["DensePrecisionNormal", "LowRankPrecisionNormal", "Posterior"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slangvi._version import __version__
+from slangvi import __version__
 
 __all__ = ["PLATFORM", "cpu_name", "device_name", "environment", "platform_facts", "versions"]
 

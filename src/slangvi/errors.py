@@ -1,4 +1,6 @@
-"""Exceptions and warnings that slangvi adds to Python's own."""
+"""Exceptions and warnings that slangvi adds to Python's own, and where a warning is to point."""
+
+import sys
 
 import torch
 
@@ -11,6 +13,7 @@ __all__ = [
     "NumericalError",
     "UnsupportedModuleError",
     "UnverifiedGradientsWarning",
+    "user_stacklevel",
 ]
 
 
@@ -44,3 +47,12 @@ class UnsupportedModuleError(TypeError):
 
 class UnverifiedGradientsWarning(UserWarning):
     """Per-example gradients were captured, but nothing was there to check them against."""
+
+
+def user_stacklevel() -> int:
+    """Return the `stacklevel` with which a warning points at the user's own line."""
+    frame, level = sys._getframe(1), 1
+    inside = (__name__.split(".")[0], "contextlib", "torch")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
+        frame, level = frame.f_back, level + 1
+    return level

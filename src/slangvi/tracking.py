@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from slangvi import checks
-from slangvi._steps import ELBO
 from slangvi.optimizer import VariationalOptimizer
+from slangvi.priors import ELBO
 
 __all__ = ["Send", "scalars", "track"]
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import slangvi
-from slangvi._steps import Prior, Rate
 from slangvi.grads import DenseGradients
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 RUNS, NUM_DATA, SIZE, RANKS, BINS = 1000, 20, 3, 99, 10
 DRAWS, STEPS = 8, 60

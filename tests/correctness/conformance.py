@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from helpers.optimizer_runs import N, assert_identical, flat
-from slangvi._flat import tensors_of
+from slangvi.params.state import tensors_of
 
 Make = Callable[..., Any]
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slangvi.estimators._data import Scale, held_out, order_of
+from slangvi.estimators.data import Scale, held_out, order_of
 
 counts = st.lists(st.integers(0, 4), min_size=2, max_size=8).filter(any)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from slangvi.estimators._network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp
+from slangvi.estimators.network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -16,7 +16,7 @@ from sklearn.exceptions import NotFittedError
 
 import slangvi
 from slangvi import SLANGClassifier, SLANGRegressor
-from slangvi._flat import tensors_of
+from slangvi.params.state import tensors_of
 
 X, LABELS = load_iris(return_X_y=True)
 NAMES = np.array(["setosa", "versicolor", "virginica"])[LABELS]

@@ -124,7 +124,7 @@ FAULTS = {
         (
             REFUSALS + "test_models_that_cannot_be_inferred_are_refused",
             CAPTURE + "test_frozen_parameters_are_absent_and_untouched",
-            "test_types.py::test_nothing_to_infer_is_refused",
+            "params/test_spec.py::test_nothing_to_infer_is_refused",
         ),
     ),
     17: Fault(
@@ -168,7 +168,7 @@ FAULTS = {
     24: Fault(
         "complex, integer, boolean, sparse parameters",
         "`UnsupportedModuleError`, a `TypeError`, by name",
-        ("test_types.py::test_parameters_without_a_posterior_are_refused_by_name",),
+        ("params/test_spec.py::test_parameters_without_a_posterior_are_refused_by_name",),
     ),
     25: Fault(
         "half precision, autocast, `GradScaler`",
@@ -188,8 +188,8 @@ FAULTS = {
         "meta-device and lazy parameters",
         "refused",
         (
-            "test_types.py::test_lazy_modules_are_refused_until_they_have_run",
-            "test_types.py::test_parameters_without_a_posterior_are_refused_by_name",
+            "params/test_spec.py::test_lazy_modules_are_refused_until_they_have_run",
+            "params/test_spec.py::test_parameters_without_a_posterior_are_refused_by_name",
         ),
     ),
     28: Fault(

@@ -13,9 +13,9 @@ from cases import CASES, build
 from slangvi.grads import FactoredGradients, GradientCapture, Outer, Rows, batched
 from slangvi.grads.batched import BatchedPass
 from slangvi.likelihoods import Categorical
-from slangvi.methods import _gather
-from slangvi.methods._gather import with_aliases
-from slangvi.types import ParamSpec
+from slangvi.methods import gather
+from slangvi.methods.gather import with_aliases
+from slangvi.params import ParamSpec
 
 FAST = [
     "mlp", "convnet", "conv1d", "conv3d", "residual_groupnorm", "reused_module", "dict_input", "multi_output",
@@ -91,7 +91,7 @@ def test_the_functional_method_is_the_same_with_and_without_it(name, monkeypatch
     monkeypatch.setattr(BatchedPass, "gather", lambda self, *a: used.append(1) or original(self, *a))
     for allowed in (True, False):
         if not allowed:
-            monkeypatch.setattr(_gather, "_agreeing", lambda *a: None)
+            monkeypatch.setattr(gather, "_agreeing", lambda *a: None)
         vi = slangvi.slang.build(log_likelihood, num_data=40, rank=2, lr=0.1, mc_samples=2, model=case.model)
         state, generator = vi.init(params), torch.Generator().manual_seed(0)
         for _ in range(3):
@@ -310,14 +310,14 @@ def agreement(monkeypatch, answers=None):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     batch = (torch.randn(4, 3).double(), torch.randn(4, 1).double())
     vi = slangvi.slang.build(slangvi.Gaussian().of(model), num_data=9, rank=1, lr=0.01, mc_samples=2, model=model)
-    state, asked, compared, original = vi.init(dict(model.named_parameters())), [], [], _gather._agreeing
+    state, asked, compared, original = vi.init(dict(model.named_parameters())), [], [], gather._agreeing
 
     def agreeing(*given):
         asked.append(state.step + 1)
         compared[:] = given
         return original(*given) if (answers or {}).get(state.step + 1, True) else None
 
-    monkeypatch.setattr(_gather, "_agreeing", agreeing)
+    monkeypatch.setattr(gather, "_agreeing", agreeing)
     for _ in range(12):
         state, _ = vi.update(state, batch)
     return asked, lambda groups: original(*compared[:3], groups), compared[3]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from slangvi.grads import FactoredGradients, RowGroup
 from slangvi.grads.blocks import Block, Formed, Outer, Rows, add, cheapest, stack
-from slangvi.types import ParamSpec, Routes
+from slangvi.params import ParamSpec
+from slangvi.types import Routes
 
 
 def randn(*shape: int) -> torch.Tensor:

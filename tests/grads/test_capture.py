@@ -18,7 +18,8 @@ from helpers.captured_gradients import captured, rows_of
 from reference import loop_gradients
 from slangvi.errors import UnsupportedModuleError, UnverifiedGradientsWarning
 from slangvi.grads import FactoredGradients, GradientCapture
-from slangvi.types import ParamSpec, Routes
+from slangvi.params import ParamSpec
+from slangvi.types import Routes
 
 
 @pytest.mark.parametrize("engine", ["factored", "dense"])

@@ -11,7 +11,7 @@ from helpers.captured_gradients import captured, rows_of
 from reference import loop_gradients
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads import FactoredGradients, GradientCapture
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 
 class TwoOutputs(nn.Module):

@@ -18,7 +18,7 @@ from slangvi.grads.dense import (
     rows_within,
     slice_batch,
 )
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 
 def problem(M=4, S=3):

@@ -12,7 +12,8 @@ from helpers.fake_gpu_tensor import on_gpu
 from reference import loop_gradients
 from slangvi.grads import FactoredGradients, RowGroup
 from slangvi.grads.blocks import Block, Formed, Outer, Rows, cheapest
-from slangvi.types import ParamSpec, Routes
+from slangvi.params import ParamSpec
+from slangvi.types import Routes
 
 SPEC = ParamSpec(("conv.weight", "conv.bias", "head.weight", "table", "unused"), tuple(
     map(torch.Size, ((4, 6), (4,), (3, 5), (7, 2), (2, 2)))

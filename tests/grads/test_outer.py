@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.fake_gpu_tensor import on_gpu
-from slangvi._live_bytes import LiveBytes
 from slangvi.grads import base, outer
 from slangvi.grads.blocks import Block, Formed, Outer, Rows, Unopened, as_it_is, cheapest
+from slangvi.live_bytes import LiveBytes
 from slangvi.types import Routes
 
 

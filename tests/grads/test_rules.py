@@ -14,7 +14,8 @@ from slangvi.errors import UnsupportedModuleError
 from slangvi.grads import FactoredGradients, Formed, GradientCapture, register_rule
 from slangvi.grads.rules import find_rule, registry
 from slangvi.grads.rules.conv import patches
-from slangvi.types import ParamSpec, Routes
+from slangvi.params import ParamSpec
+from slangvi.types import Routes
 
 M = 3
 CONVS = {

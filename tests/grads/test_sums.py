@@ -9,7 +9,7 @@ from torch import nn
 from cases import CASES, build
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads import SumCapture
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 
 def listening(model):

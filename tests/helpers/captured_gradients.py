@@ -6,7 +6,7 @@ import torch
 
 from cases import Case
 from slangvi.grads import FactoredGradients, GradientCapture
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 
 def captured(case: Case, engine="factored", dtype=torch.float64, verify=True, **options) -> FactoredGradients:

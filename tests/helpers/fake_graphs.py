@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from helpers.fake_cuda import Tape
 from slangvi import likelihoods
 from slangvi.linalg import lowrank, noise, products
-from slangvi.methods import _graph, _graph_host, _graph_loop, _graph_pieces, _graph_runner
+from slangvi.methods import _graph, _graph_host, _graph_loop, _graph_pieces, graph_runner
 
 
 class FakeCuda:
@@ -155,7 +155,7 @@ def pretend(fake: FakeCuda, graph: type, monkeypatch: pytest.MonkeyPatch) -> Fak
     for module in (_graph_pieces, _graph_host):
         monkeypatch.setattr(module, "pinned", lambda size: torch.zeros(size, dtype=torch.float64))
     monkeypatch.setattr(likelihoods, "_capturing", lambda values: fake.busy)
-    for module in (_graph_runner, _graph_loop):
+    for module in (graph_runner, _graph_loop):
         monkeypatch.setattr(module, "has_graphs", lambda device: True)
     return fake
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import slangvi
 from reference import GaussianState
 from slangvi import full, mean_field
-from slangvi._steps import Prior
+from slangvi.priors import Prior
 
 METHODS = {"mean_field": mean_field, "full": full}
 

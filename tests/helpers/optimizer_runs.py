@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from slangvi._flat import tensors_of
+from slangvi.params.state import tensors_of
 
 N = 40
 # One row for every optimizer.

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from slangvi import LowRankPrecisionNormal
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 
 def posterior_of(model: nn.Module, spec: ParamSpec | None = None, scale: float = 1.0) -> LowRankPrecisionNormal:

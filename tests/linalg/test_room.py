@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
 
-from slangvi._live_bytes import LiveBytes
 from slangvi.linalg import room as module
 from slangvi.linalg.products import mix
 from slangvi.linalg.room import room
+from slangvi.live_bytes import LiveBytes
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from slangvi.grads import DenseGradients, FactoredGradients, RowGroup
 from slangvi.grads.blocks import Formed, Outer
 from slangvi.linalg import Problem, choose_route, krylov, top_factor, topk
 from slangvi.linalg.subspace import OVERSAMPLING
-from slangvi.types import ParamSpec, Routes
+from slangvi.params import ParamSpec
+from slangvi.types import Routes
 
 ROUTES = ["gram", "randomized", "parameters"]
 SPEC = ParamSpec(("w", "b", "v"), tuple(map(torch.Size, ((8, 9), (8,), (20,)))))

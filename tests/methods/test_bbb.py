@@ -14,8 +14,9 @@ import slangvi
 from helpers.adam_oracle import Descent, replayed
 from helpers.logistic_runs import assert_close, log_likelihood, logistic, member, tensors, unit_prior
 from slangvi import bbb
-from slangvi._steps import Prior, Rate
 from slangvi.errors import NumericalError
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 SCALES = {"softplus": F.softplus, "log": torch.exp}
 scales = pytest.mark.parametrize("scale", SCALES)

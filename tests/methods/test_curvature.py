@@ -11,7 +11,7 @@ from helpers.logistic_runs import log_likelihood, logistic
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads import dense
 from slangvi.methods._curvature import check_curvature, hessian_gatherer
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 
 @pytest.mark.parametrize("shared", [8 << 20, 0], ids=["one pass", "draw by draw"])

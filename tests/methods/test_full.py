@@ -12,10 +12,11 @@ from torch import Tensor, nn
 import slangvi
 from helpers.logistic_runs import logistic, start, unit_prior
 from slangvi import full, slang
-from slangvi._steps import Prior, Rate
 from slangvi.errors import NumericalError
 from slangvi.grads import DenseGradients
 from slangvi.grads.linear_predictor import LinearPredictorGradients
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -24,9 +24,10 @@ from helpers.logistic_runs import (
     unit_prior,
 )
 from reference import gaussian_step
-from slangvi._steps import Prior, Rate
 from slangvi.errors import NumericalError
 from slangvi.grads import DenseGradients
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from slangvi._live_bytes import LiveBytes
-from slangvi.methods._graph_capture import beside, joined, rehearsing, reserved
+from slangvi.live_bytes import LiveBytes
+from slangvi.methods.graph_capture import beside, joined, rehearsing, reserved
 
 CPU, MB = torch.device("cpu"), 1 << 20
 MINE, OTHER = (0, 7), (0, 8)

@@ -14,7 +14,7 @@ import slangvi
 from helpers.captured_steps import Net, assert_same_state, functional, problem, relative, steps
 from slangvi.methods import slang
 from slangvi.methods._graph_functional import FunctionalStep, GraphRunner
-from slangvi.methods._graph_runner import MOST_GRAPHS, why_not_captured
+from slangvi.methods.graph_runner import MOST_GRAPHS, why_not_captured
 from slangvi.types import Routes
 
 

@@ -17,14 +17,14 @@ import slangvi
 from helpers import captured_steps
 from helpers.captured_steps import N, Net, assert_agree, draw_and_step, optimizer, pair, problem, relative, words
 from helpers.optimizer_runs import flat
-from slangvi._steps import Prior
 from slangvi.grads import RowGroup
 from slangvi.grads.blocks import Formed, Outer, Rows
-from slangvi.methods import _graph_capture, _graph_loop, _graph_pieces, _row_leaves
+from slangvi.methods import _graph_loop, _graph_pieces, _row_leaves, graph_capture
 from slangvi.methods._graph_loop import LoopStep
-from slangvi.methods._graph_runner import MOST_GRAPHS
 from slangvi.methods._launched import Launched
 from slangvi.methods._row_leaves import leaves_of, rebuilt
+from slangvi.methods.graph_runner import MOST_GRAPHS
+from slangvi.priors import Prior
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4])
@@ -445,7 +445,7 @@ def test_graphs_of_a_loop_are_captured_in_memory_that_was_counted_with_nothing_h
         step = sys._getframe(1).f_locals["self"]
         asked.append((size, "observed" in step.__dict__))
 
-    monkeypatch.setattr(_graph_capture, "_SMALL", 100)
+    monkeypatch.setattr(graph_capture, "_SMALL", 100)
     monkeypatch.setattr(_graph_pieces, "reserved", reserved)
     opt, batch = optimizer(problem()[0], True, on_divergence="ignore"), problem()[1]
     for _ in range(6):

@@ -27,12 +27,12 @@ from helpers.replayed_passes import (
     rows_of,
     seeded,
 )
-from slangvi._live_bytes import LiveBytes
 from slangvi.grads import GradientCapture
 from slangvi.grads.blocks import cheapest
+from slangvi.live_bytes import LiveBytes
 from slangvi.methods._graph_loop import LoopStep
 from slangvi.methods._graph_pass import _STEPS, CapturedPass
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 
 def tied():

@@ -26,7 +26,7 @@ from helpers.replayed_passes import (
 )
 from slangvi.grads import GradientCapture
 from slangvi.methods import _graph_pass
-from slangvi.methods._graph_runner import MOST_GRAPHS
+from slangvi.methods.graph_runner import MOST_GRAPHS
 
 
 def test_checks_are_made_as_often_as_ever(taped):

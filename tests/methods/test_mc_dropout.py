@@ -15,9 +15,9 @@ from helpers.adam_oracle import Descent, replayed
 from helpers.logistic_runs import assert_close, member, tensors
 from helpers.optimizer_runs import backward
 from slangvi import mc_dropout
-from slangvi._steps import Rate
 from slangvi.errors import NumericalError
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
+from slangvi.schedules import Rate
 
 N, M, S, P = 60, 7, 3, 16
 RATES = {"0.weight": 0.4, "2.weight": 0.2}

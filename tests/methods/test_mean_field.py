@@ -10,9 +10,9 @@ from torch import nn
 import slangvi
 from helpers.logistic_runs import log_likelihood, logistic, unit_prior
 from slangvi import mean_field, slang
-from slangvi._steps import Rate
 from slangvi.grads import DenseGradients
 from slangvi.grads.linear_predictor import LinearPredictorGradients
+from slangvi.schedules import Rate
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import slangvi
-from slangvi._steps import Prior, Rate
 from slangvi.grads import DenseGradients
 from slangvi.grads.linear_predictor import LinearPredictorGradients
 from slangvi.methods import mean_field, online_eig
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 TENSORS = ("loc", "prec_factor", "prec_diag", "momentum")
 

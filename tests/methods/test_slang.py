@@ -16,10 +16,11 @@ from torch import Tensor, nn
 import slangvi
 from reference import DenseState, dense_step
 from slangvi import replicas, slang
-from slangvi._steps import Prior, Rate
 from slangvi.grads import DenseGradients
 from slangvi.linalg import columns
-from slangvi.methods import _lowrank_step
+from slangvi.methods import lowrank_step
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 NUM_DATA = 50
 
@@ -196,9 +197,9 @@ def test_columns_in_parts_give_the_step_of_the_dense_oracle(monkeypatch, grouped
     rates = ([0.1, 0.2], [0.3, 0.05]) if grouped else ([0.1, 0.1], [0.3, 0.3])
     lr, beta = (Rate.of(rate, state.spec, state.loc) for rate in rates)
     dense, tolerance = dense_start(state), 1e-10 if dtype is torch.float64 else 1e-4
-    widths, real = [], _lowrank_step._widened
+    widths, real = [], lowrank_step._widened
     spy = lambda diag, *others: widths.append(len(diag)) or real(diag, *others)  # noqa: E731
-    monkeypatch.setattr(_lowrank_step, "_widened", spy)
+    monkeypatch.setattr(lowrank_step, "_widened", spy)
     for _ in range(3):
         rows = torch.randn(R, 12, generator=source, dtype=torch.float64).to(dtype)
         gradients = DenseGradients.from_rows(rows, state.spec.numels)

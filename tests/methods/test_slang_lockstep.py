@@ -13,11 +13,12 @@ from torch import Tensor
 
 from reference import DenseState, dense_step
 from slangvi import NumericalError, slang
-from slangvi._steps import Prior, Rate
 from slangvi.grads import DenseGradients
 from slangvi.grads.linear_predictor import LinearPredictorGradients
 from slangvi.linalg import topk
 from slangvi.linalg.small import SmallPrecision
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 NUM_DATA = 50.0
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

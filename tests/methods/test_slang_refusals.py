@@ -10,9 +10,10 @@ from torch import nn
 
 import slangvi
 from slangvi import slang
-from slangvi._steps import Prior, Rate
 from slangvi.errors import NumericalError
 from slangvi.grads import DenseGradients
+from slangvi.priors import Prior
+from slangvi.schedules import Rate
 
 BAD = {
     "num_data": [(0, ValueError), (-1, ValueError), (2.5, TypeError), (True, TypeError)],

@@ -14,8 +14,8 @@ from torch import nn
 
 import slangvi
 from helpers.optimizer_runs import CLASSES, N, assert_identical, backward, flat, model_and_data, train
-from slangvi._flat import tensors_of
 from slangvi.errors import NumericalError
+from slangvi.params.state import tensors_of
 
 SUMS = "it takes sums of gradients: there is no curvature to choose and no step to replay, and Python refuses the word"
 # Promises that a class cannot keep, and why.

@@ -13,8 +13,8 @@ from torch import nn
 
 import slangvi
 from helpers.optimizer_runs import CLASSES, N, assert_identical, backward, flat, make, model_and_data, train
-from slangvi._flat import tensors_of
 from slangvi.errors import UnsupportedModuleError
+from slangvi.params.state import tensors_of
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -14,7 +14,7 @@ from torch.distributions import Normal, kl_divergence
 import slangvi
 from helpers.adam_oracle import Descent
 from helpers.optimizer_runs import N, assert_identical, backward, flat, model_and_data, train
-from slangvi._flat import tensors_of
+from slangvi.params.state import tensors_of
 
 
 def make(model, seed=1, **options):

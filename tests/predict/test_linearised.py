@@ -14,9 +14,9 @@ import slangvi
 from cases import GPT
 from helpers.posteriors import posterior_of, seeded
 from slangvi import Categorical, DensePrecisionNormal, Gaussian, LowRankPrecisionNormal
+from slangvi.params import ParamSpec
 from slangvi.predict import linearised_predictive
 from slangvi.predict.linearised import probit_softmax
-from slangvi.types import ParamSpec
 
 X = torch.linspace(-1, 1, 21, dtype=torch.float64).reshape(7, 3)
 

@@ -9,7 +9,7 @@ from torch import nn
 from cases import GPT, DictInput, MultiOutput
 from helpers.posteriors import posterior_of, seeded
 from slangvi import Bernoulli, LowRankPrecisionNormal, functional_samples, predictive_samples
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 
 
 def mlp() -> nn.Module:

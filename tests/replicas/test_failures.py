@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from helpers.replica_problems import METHODS, distance, regression
 from slangvi import replicas
-from slangvi._flat import tensors_of
 from slangvi.errors import DivergenceError, DivergenceWarning, NumericalError
+from slangvi.params.state import tensors_of
 
 
 def spoil_data(batch, k):

@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_map
 import slangvi
 from cases import build
 from slangvi import replicas
+from slangvi.params import ParamSpec
 from slangvi.replicas._gather import LockstepGatherer
 from slangvi.replicas._inputs import Minibatch
-from slangvi.types import ParamSpec
 
 READ = [
     "mlp",

@@ -9,7 +9,7 @@ import torch
 
 from helpers.replica_problems import distance, regression
 from slangvi import replicas, slang
-from slangvi._flat import tensors_of
+from slangvi.params.state import tensors_of
 
 
 def test_all_start_alike_or_each_on_its_own():

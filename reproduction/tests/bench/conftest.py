@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from slangvi_reproduction.bench import _measure
-from slangvi_reproduction.bench._record import Record, Settings
+from slangvi_reproduction.bench.record import Record, Settings
 from slangvi_reproduction.bench.run import run
 
 

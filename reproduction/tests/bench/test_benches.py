@@ -10,7 +10,7 @@ import pytest
 
 from slangvi_reproduction.bench import BENCHES, layers, own, peers, replicas, scale, step
 from slangvi_reproduction.bench._measure import BASELINE, FLOOR
-from slangvi_reproduction.bench._record import Row, Settings
+from slangvi_reproduction.bench.record import Row, Settings
 from slangvi_reproduction.bench.run import environment_of
 
 

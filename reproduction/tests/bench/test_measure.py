@@ -10,7 +10,7 @@ import torch
 
 from slangvi_reproduction.bench import _measure
 from slangvi_reproduction.bench._measure import BASELINE, FLOOR, Contender, compare, measure, median_seconds, peak_bytes
-from slangvi_reproduction.bench._record import Row, Settings
+from slangvi_reproduction.bench.record import Row, Settings
 
 MEGABYTE = 250_000  # floats
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 from slangvi_reproduction.bench import own, peers
 from slangvi_reproduction.bench._measure import BASELINE, FLOOR
 from slangvi_reproduction.bench.networks import Problem, mlp, vectors

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from slangvi_reproduction.bench._record import Record, Row, left_out, load, save, table
 from slangvi_reproduction.bench.limits import Rates
+from slangvi_reproduction.bench.record import Record, Row, left_out, load, save, table
 
 ROWS = [
     Row("adam", {"L": 8}, milliseconds=1.23456, ratio=1.0, peak_mb=1234.5),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slangvi_reproduction.bench import BENCHES, own, report, step
-from slangvi_reproduction.bench._record import Record, Row, save
 from slangvi_reproduction.bench.limits import Rates, bytes_of, operations_of
+from slangvi_reproduction.bench.record import Record, Row, save
 
 ROOT = Path(__file__).parents[3]
 

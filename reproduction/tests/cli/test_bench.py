@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from slangvi.cli.app import app
 from slangvi_reproduction.bench import BENCHES, _measure, run
-from slangvi_reproduction.bench._record import Record, Row, load
 from slangvi_reproduction.bench.limits import Rates
+from slangvi_reproduction.bench.record import Record, Row, load
 
 
 def invoke(*arguments: str):

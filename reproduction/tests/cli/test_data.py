@@ -12,9 +12,9 @@ from helpers.fake_server import files_in, serving
 from slangvi.cli.app import app
 from slangvi_reproduction.data import IMAGES, LIBSVM, UCI
 from slangvi_reproduction.data._libsvm_sets import Content, Dataset
-from slangvi_reproduction.data._remote import File
 from slangvi_reproduction.data._svmlight import digest, parse
 from slangvi_reproduction.data._uci_sets import Dataset as UCIDataset
+from slangvi_reproduction.data.remote import File
 
 TEXT = b"1 1:0.5\n-1 1:2\n" * 30
 
@@ -170,7 +170,7 @@ def test_ctrl_c_ends_with_130(server, cache, monkeypatch):
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("slangvi_reproduction.data._remote.download", interrupted)
+    monkeypatch.setattr("slangvi_reproduction.data.remote.download", interrupted)
     result = invoke("fetch", "tiny")
     assert result.exit_code == 130
     assert "Interrupted." in result.output

@@ -14,8 +14,8 @@ from helpers import fake_experiments
 from slangvi.cli.app import app
 from slangvi_reproduction.cli import reproduce as command
 from slangvi_reproduction.experiments import EXPERIMENTS, logreg
-from slangvi_reproduction.experiments._results import read_rows
-from slangvi_reproduction.experiments._runner import CellsFailed, Interrupted, Status
+from slangvi_reproduction.experiments.results import read_rows
+from slangvi_reproduction.experiments.runner import CellsFailed, Interrupted, Status
 
 SMALL = (
     "--datasets",

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.fake_server import Server, serving
 from helpers.real_data import require
-from slangvi_reproduction.data._sets import Row
+from slangvi_reproduction.data.sets import Row
 
 
 @pytest.fixture

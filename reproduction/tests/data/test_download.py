@@ -14,9 +14,9 @@ import pytest
 from helpers.fake_files import BODY, refuse, sha256, table_row
 from helpers.fake_server import files_in, good, headed, redirect, serving
 from slangvi.errors import DataError
-from slangvi_reproduction.data import _remote
+from slangvi_reproduction.data import remote
 from slangvi_reproduction.data._download import RejectedError, check_url
-from slangvi_reproduction.data._remote import fetch
+from slangvi_reproduction.data.remote import fetch
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def dripping_headers(handler):
     "answer", [good(BODY[:100], chunk=1, pause=0.02), good(BODY[:100], None, chunk=1, pause=0.02), dripping_headers]
 )
 def test_a_server_that_drips_is_given_up_in_the_end(server, cache, monkeypatch, answer):
-    monkeypatch.setattr(_remote, "PATIENCE", 0.025)
+    monkeypatch.setattr(remote, "PATIENCE", 0.025)
     file = table_row(server.put("/tiny", answer))
     with pytest.raises(DataError, match=r"only \d+ bytes within 0\.25 s"):
         fetch(file, timeout=10.0)
@@ -82,7 +82,7 @@ def test_a_server_that_drips_is_given_up_in_the_end(server, cache, monkeypatch, 
 
 def test_a_handshake_that_never_ends_is_given_up(cache, monkeypatch):
     """A server that accepts the connection and says nothing of TLS, or ever so slowly."""
-    monkeypatch.setattr(_remote, "PATIENCE", 0.025)
+    monkeypatch.setattr(remote, "PATIENCE", 0.025)
     within = pytest.raises(DataError, match=r"only 0 bytes within 0\.25 s")
     with socket.create_server(("127.0.0.1", 0)) as listener, within:
         fetch(table_row(f"https://127.0.0.1:{listener.getsockname()[1]}/tiny"), timeout=10.0)

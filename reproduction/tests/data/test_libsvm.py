@@ -16,9 +16,9 @@ from slangvi.data import Split
 from slangvi.errors import DataError
 from slangvi_reproduction.data import LIBSVM, UCI, libsvm_splits, load_libsvm
 from slangvi_reproduction.data._libsvm_sets import Content, Dataset
-from slangvi_reproduction.data._remote import File, locate
 from slangvi_reproduction.data._svmlight import digest, parse
 from slangvi_reproduction.data.libsvm import find_libsvm
+from slangvi_reproduction.data.remote import File, locate
 
 # Two files with labels 3, 4 and 5, of which 4 is left out; the first column tells the rows apart.
 FIRST = b"".join(b"%d 1:%d 2:0.5\n" % (3 + k % 3, k) for k in range(1, 13))

@@ -17,8 +17,8 @@ import pytest
 from helpers.fake_files import BODY, sha256, table_row
 from helpers.fake_server import files_in, good
 from slangvi.errors import DataError
-from slangvi_reproduction.data import _lock, _remote
-from slangvi_reproduction.data._remote import fetch
+from slangvi_reproduction.data import _lock, remote
+from slangvi_reproduction.data.remote import fetch
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -70,7 +70,7 @@ torch = sys.modules["torch"] = types.ModuleType("torch")
 torch.OutOfMemoryError = RuntimeError
 data = sys.modules["slangvi_reproduction.data"] = types.ModuleType("slangvi_reproduction.data")
 data.__path__ = [importlib.util.find_spec("slangvi_reproduction").submodule_search_locations[0] + "/data"]
-from slangvi_reproduction.data._remote import File, fetch
+from slangvi_reproduction.data.remote import File, fetch
 print("ready", flush=True)
 sys.stdin.readline()
 file = File("set/tiny", "tiny", (sys.argv[1],), 1_000_000)
@@ -112,13 +112,13 @@ def test_a_lock_is_waited_for_and_ends_with_its_process(server, cache, monkeypat
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        monkeypatch.setattr(_remote, "PATIENCE", 1)
+        monkeypatch.setattr(remote, "PATIENCE", 1)
         with pytest.raises(
             DataError, match=r"another process has been fetching tiny for 0\.1 s and holds .*\.tiny\.lock"
         ):
             fetch(file, timeout=0.1)
         assert server.seen == []
-        monkeypatch.setattr(_remote, "PATIENCE", 20)
+        monkeypatch.setattr(remote, "PATIENCE", 20)
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.communicate()

@@ -14,7 +14,7 @@ from helpers.real_data import ROOT
 from slangvi.errors import DataError
 from slangvi_reproduction.data import IMAGES, load_fashion_mnist, load_mnist
 from slangvi_reproduction.data._image_sets import Dataset
-from slangvi_reproduction.data._remote import locate
+from slangvi_reproduction.data.remote import locate
 
 STREAM = np.random.RandomState(0)
 PIXELS = {"train": STREAM.randint(0, 256, (12, 3, 3)), "test": STREAM.randint(0, 256, (4, 3, 3))}

@@ -12,9 +12,9 @@ from helpers.fake_files import BODY, refuse, sha256, table_row
 from helpers.fake_server import files_in, good, redirect
 from slangvi.errors import DataError
 from slangvi_reproduction.data import _lock
-from slangvi_reproduction.data._remote import cache_root, fetch, is_offline, locate
 from slangvi_reproduction.data.libsvm import LIBSVM
 from slangvi_reproduction.data.mnist import IMAGES
+from slangvi_reproduction.data.remote import cache_root, fetch, is_offline, locate
 from slangvi_reproduction.data.uci import UCI
 
 # ---- where the cache is ----

@@ -13,8 +13,8 @@ from helpers.fake_server import files_in
 from helpers.real_data import every
 from slangvi.errors import DataError
 from slangvi_reproduction.data import LIBSVM, UCI, load_uci, standardise
-from slangvi_reproduction.data._remote import locate
 from slangvi_reproduction.data._uci_sets import Dataset
+from slangvi_reproduction.data.remote import locate
 from slangvi_reproduction.data.uci import find_uci
 
 # Twenty rows of three features, a target, and a column that nobody asks for.

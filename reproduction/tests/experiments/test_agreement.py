@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slangvi_reproduction.experiments._agreement import judge, orders, summary
-from slangvi_reproduction.experiments._results import Row
 from slangvi_reproduction.experiments.paper import Printed, learning_rates, printed
+from slangvi_reproduction.experiments.results import Row
 
 
 def row(dataset: str, metric: str, method: str, mean: float) -> Row:

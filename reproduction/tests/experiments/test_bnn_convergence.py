@@ -19,9 +19,9 @@ from slangvi_reproduction.experiments._cells import Attempt, Stopped
 from slangvi_reproduction.experiments._learners import GAUSSIANS, LEARNERS
 from slangvi_reproduction.experiments._logistic_tables import TRACE_COLUMNS
 from slangvi_reproduction.experiments._regression import network, starts
-from slangvi_reproduction.experiments._results import read_rows, read_table
-from slangvi_reproduction.experiments._settings import Settings
 from slangvi_reproduction.experiments._task import FALLS, Cosine, Task, bernoulli, gaussian
+from slangvi_reproduction.experiments.results import read_rows, read_table
+from slangvi_reproduction.experiments.settings import Settings
 
 FAST = {"hidden": 5, "mc_samples": 3, "draws": 30, "trace_points": 6, "lr": 0.1, "precision_lr": 0.1, "adam_lr": 0.1}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slangvi_reproduction.experiments import choosing
-from slangvi_reproduction.experiments._results import Row, write_rows
+from slangvi_reproduction.experiments.results import Row, write_rows
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "which-method.md"

@@ -14,8 +14,8 @@ from slangvi_reproduction.experiments import _image_cells, _images_pages, images
 from slangvi_reproduction.experiments._image_learners import IMAGE_LEARNERS
 from slangvi_reproduction.experiments._image_scores import METRICS
 from slangvi_reproduction.experiments._images_pages import COLUMNS, STRANGER_COLUMNS, TURNED_COLUMNS
-from slangvi_reproduction.experiments._results import read_table
-from slangvi_reproduction.experiments._settings import Settings
+from slangvi_reproduction.experiments.results import read_table
+from slangvi_reproduction.experiments.settings import Settings
 
 TINY = {
     "num_images": {"tuning": 60, "train": 60, "validation": 20, "test": 20},

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from helpers import fake_experiments
-from slangvi._steps import Rate
 from slangvi.grads.dense import DenseGradients
 from slangvi.methods import exact
+from slangvi.schedules import Rate
 from slangvi_reproduction.experiments import _lockstep
 from slangvi_reproduction.experiments._cells import Attempt, Stopped, compute, read_cell
 from slangvi_reproduction.experiments._lockstep import BLOCK, METHODS, seed_of, trace_steps, train

@@ -22,9 +22,9 @@ from slangvi_reproduction.experiments import (
 from slangvi_reproduction.experiments._logistic import METRICS
 from slangvi_reproduction.experiments._logistic_cells import Recipe
 from slangvi_reproduction.experiments._logistic_tables import main_recipe, require_data
-from slangvi_reproduction.experiments._results import read_posteriors, read_rows
-from slangvi_reproduction.experiments._settings import Settings
 from slangvi_reproduction.experiments.report import write
+from slangvi_reproduction.experiments.results import read_posteriors, read_rows
+from slangvi_reproduction.experiments.settings import Settings
 
 LOGISTIC = [name for name in EXPERIMENTS if name.startswith("logreg")]
 SOME = {"datasets": ("breast_cancer", "usps_3vs5"), "methods": ("mf_exact", "slang_1", "full_exact")}

@@ -22,10 +22,10 @@ from slangvi_reproduction.experiments._image_learners import IMAGE_LEARNERS, Alo
 from slangvi_reproduction.experiments._image_networks import network
 from slangvi_reproduction.experiments._image_scores import METRICS
 from slangvi_reproduction.experiments._mnist_recipes import METHODS, QUICK, RANKS, table
-from slangvi_reproduction.experiments._results import read_table
-from slangvi_reproduction.experiments._settings import Settings
 from slangvi_reproduction.experiments._task import Task, categorical
 from slangvi_reproduction.experiments.paper import printed
+from slangvi_reproduction.experiments.results import read_table
+from slangvi_reproduction.experiments.settings import Settings
 
 FULL = mnist.chosen
 TINY_NETWORK = {"network": "mlp", "hidden": [12, 8]}

@@ -7,7 +7,7 @@ import pytest
 
 from slangvi_reproduction.experiments._cells import Cell
 from slangvi_reproduction.experiments._earlier import known_cells
-from slangvi_reproduction.experiments._results import (
+from slangvi_reproduction.experiments.results import (
     Posterior,
     Row,
     aggregate,

@@ -12,9 +12,9 @@ import torch
 
 from helpers import fake_experiments
 from helpers.fake_experiments import cell
-from slangvi_reproduction.experiments import _runner
+from slangvi_reproduction.experiments import runner
 from slangvi_reproduction.experiments._cells import read, read_cell
-from slangvi_reproduction.experiments._runner import CellsFailed, Interrupted, run_cells
+from slangvi_reproduction.experiments.runner import CellsFailed, Interrupted, run_cells
 
 
 @pytest.fixture
@@ -144,8 +144,8 @@ def test_work_is_found_by_name():
 
 def test_a_second_ctrl_c_insists_unless_it_comes_with_the_first(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(_runner.time, "perf_counter", lambda: now[0])
-    with _runner._interrupts() as stop:
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: now[0])
+    with runner._interrupts() as stop:
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)

@@ -13,15 +13,15 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 
 from helpers import fake_experiments
 from slangvi import full
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 from slangvi_reproduction.experiments import _cubic, _toy_cells, _toy_chains, _toy_pages, toy
 from slangvi_reproduction.experiments._cells import Attempt, Stopped
 from slangvi_reproduction.experiments._logistic import Gaussian
 from slangvi_reproduction.experiments._regression import network, starts
-from slangvi_reproduction.experiments._results import Row, read_rows, read_table
-from slangvi_reproduction.experiments._settings import Settings
 from slangvi_reproduction.experiments._task import Cosine, Task
 from slangvi_reproduction.experiments._toy_learners import LEARNERS, Dense, moments
+from slangvi_reproduction.experiments.results import Row, read_rows, read_table
+from slangvi_reproduction.experiments.settings import Settings
 
 FAST = {
     "common": {"hidden": 4},

@@ -16,11 +16,11 @@ from slangvi_reproduction.experiments import _uci_cells, uci, uci_stability
 from slangvi_reproduction.experiments._cells import Attempt, Stopped, write
 from slangvi_reproduction.experiments._learners import LEARNERS
 from slangvi_reproduction.experiments._regression import batches, network, scores, side_by_side, starts
-from slangvi_reproduction.experiments._results import Row, read_rows
-from slangvi_reproduction.experiments._settings import Settings
 from slangvi_reproduction.experiments._task import FALLS, Cosine, Task
 from slangvi_reproduction.experiments._uci_pages import verdict
 from slangvi_reproduction.experiments.paper import Printed, printed
+from slangvi_reproduction.experiments.results import Row, read_rows
+from slangvi_reproduction.experiments.settings import Settings
 
 pytest.importorskip("optuna")
 FAST = {"evaluations": 4, "at_once": 2, "folds": 2, "hidden": 5, "search_draws": 10, "test_draws": 20, "mc_samples": 2}

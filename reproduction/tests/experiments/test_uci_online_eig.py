@@ -15,10 +15,10 @@ from slangvi_reproduction.experiments._cells import Attempt, Stopped
 from slangvi_reproduction.experiments._learners import LEARNERS
 from slangvi_reproduction.experiments._logistic_tables import TRACE_COLUMNS
 from slangvi_reproduction.experiments._regression import Scores
-from slangvi_reproduction.experiments._results import Row, read_rows, read_table, write_rows
-from slangvi_reproduction.experiments._settings import Settings
 from slangvi_reproduction.experiments._watch import Watch
 from slangvi_reproduction.experiments.paper import Printed, printed
+from slangvi_reproduction.experiments.results import Row, read_rows, read_table, write_rows
+from slangvi_reproduction.experiments.settings import Settings
 
 FAST = {"evaluations": 2, "at_once": 1, "folds": 2, "hidden": 5, "search_draws": 10, "test_draws": 20, "mc_samples": 2}
 

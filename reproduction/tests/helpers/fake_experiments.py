@@ -17,7 +17,7 @@ import numpy as np
 
 from slangvi_reproduction.experiments import report
 from slangvi_reproduction.experiments._cells import Arrays, Attempt, Cell
-from slangvi_reproduction.experiments._settings import Settings
+from slangvi_reproduction.experiments.settings import Settings
 
 if TYPE_CHECKING:
     import pytest

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from slangvi.errors import DataError
-from slangvi_reproduction.data._remote import File
+from slangvi_reproduction.data.remote import File
 
 BODY = b"a,b\n" * 50_000
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from slangvi_reproduction.data._remote import locate
-from slangvi_reproduction.data._sets import Row
+from slangvi_reproduction.data.remote import locate
+from slangvi_reproduction.data.sets import Row
 
 ROOT = os.environ.get("SLANGVI_DATA", "")
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi._flat import layout_mismatch, possible
-from slangvi._version import __version__
+from slangvi import __version__
 from slangvi.checkpoint._plain import RECORDS, encode, record_of
 from slangvi.errors import CheckpointError
 from slangvi.optimizer import VariationalOptimizer
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
+from slangvi.params.packing import layout_mismatch, possible
 
 __all__ = ["described", "misfit", "taken_apart", "unlike_model"]
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.estimators._data import Array, Scale, held_out
-from slangvi.estimators._network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.estimators._noise import Noise
 from slangvi.estimators._recipe import Rates, Wishes
 from slangvi.estimators._training import Patience, Rows, Training, lean
+from slangvi.estimators.data import Array, Scale, held_out
+from slangvi.estimators.network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.methods import slang
-from slangvi.predict._chunks import drawn_in_chunks
+from slangvi.predict.chunks import drawn_in_chunks
 
 __all__ = ["BaseSLANG"]
 

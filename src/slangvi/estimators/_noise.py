@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slangvi._steps import by_equal_factors
-from slangvi.types import Params
+from slangvi.params import Params
+from slangvi.schedules import by_equal_factors
 
 __all__ = ["Noise"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slangvi._steps import slow_precision
+from slangvi.schedules import slow_precision
 
 __all__ = ["Rates", "Recipe", "Wishes", "rows_per_step", "steps_per_epoch"]
 

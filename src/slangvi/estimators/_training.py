@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from slangvi import checks
-from slangvi._divergence import Watch
-from slangvi._steps import Cosine, Schedule, rate_at
+from slangvi.divergence import Watch
 from slangvi.errors import NumericalError
-from slangvi.estimators._data import order_of
 from slangvi.estimators._noise import Noise
 from slangvi.estimators._recipe import Recipe, rows_per_step, steps_per_epoch
+from slangvi.estimators.data import order_of
 from slangvi.likelihoods import Categorical
 from slangvi.methods import slang
+from slangvi.params.values import per_parameter
+from slangvi.schedules import Cosine, Schedule, rate_at
 from slangvi.types import Transform
 
 __all__ = ["Patience", "Rows", "Training", "lean", "without_start"]
@@ -193,7 +193,7 @@ class Training:
     def _begin_slowly(self) -> None:
         """At the prior's precision at least, or its pull overshoots until the precision has learnt of it."""
         like = self.state.prec_diag
-        lam = checks.per_parameter("prior_precision", self.recipe.prior_precision, self.state.spec, like)
+        lam = per_parameter("prior_precision", self.recipe.prior_precision, self.state.spec, like)
         self.state = replace(self.state, prec_diag=torch.maximum(like, lam))
         self._start = self.state.prec_diag, lam
 

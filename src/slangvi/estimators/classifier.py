@@ -13,10 +13,10 @@ from sklearn.utils.validation import column_or_1d
 from torch import Tensor
 
 from slangvi.estimators._base import BaseSLANG
-from slangvi.estimators._data import Array
 from slangvi.estimators._noise import Noise
 from slangvi.estimators._recipe import Rates
 from slangvi.estimators._training import Rows
+from slangvi.estimators.data import Array
 
 __all__ = ["SLANGClassifier"]
 

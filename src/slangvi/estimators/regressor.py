@@ -14,12 +14,12 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from slangvi import checks
-from slangvi._frames import outside_frames
+from slangvi.errors import user_stacklevel
 from slangvi.estimators._base import BaseSLANG
-from slangvi.estimators._data import Array, Scale, is_rounding, moments
 from slangvi.estimators._noise import Noise
 from slangvi.estimators._recipe import Rates
 from slangvi.estimators._training import Rows
+from slangvi.estimators.data import Array, Scale, is_rounding, moments
 
 __all__ = ["SLANGRegressor"]
 
@@ -197,7 +197,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
                 "known, and taken to be 1 from now on. Give some dozen rows with different targets first, or scale X "
                 "and y yourself and set standardize=False.",
                 UserWarning,
-                stacklevel=outside_frames(),
+                stacklevel=user_stacklevel(),
             )
 
     def _shaped(self, values: Array) -> Array:

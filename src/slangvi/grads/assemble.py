@@ -10,14 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from slangvi._frames import outside_frames
-from slangvi.errors import UnsupportedModuleError, UnverifiedGradientsWarning
+from slangvi.errors import UnsupportedModuleError, UnverifiedGradientsWarning, user_stacklevel
 from slangvi.grads.agreement import disagreeing, pass_tolerance
 from slangvi.grads.blocks import Block, Settle, as_it_is
 from slangvi.grads.calls import Backward, Signature, count_examples, signature_of
 from slangvi.grads.factored import RowGroup
 from slangvi.grads.ways import Ways, listed
-from slangvi.types import Params, ParamSpec
+from slangvi.params import Params, ParamSpec
 
 __all__ = ["Assembler", "Engine", "Uses"]
 
@@ -217,6 +216,6 @@ def _unverified(reason: str) -> frozenset[str]:
         f"per-example gradients could not be checked: {reason}. They are used as captured; pass verify=False to "
         "silence this once you trust them.",
         UnverifiedGradientsWarning,
-        stacklevel=outside_frames(),
+        stacklevel=user_stacklevel(),
     )
     return frozenset()

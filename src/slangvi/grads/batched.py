@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from slangvi.grads.blocks import Block, Settle, add, as_it_is
 from slangvi.grads.factored import RowGroup
 from slangvi.grads.rules import find_rule, shares_inputs
-from slangvi.types import Params, ParamSpec
+from slangvi.params import Params, ParamSpec
 
 __all__ = ["BatchedPass"]
 

@@ -23,7 +23,7 @@ from slangvi.grads.calls import Backward, Call, Surroundings, called_twice, modi
 from slangvi.grads.factored import RowGroup
 from slangvi.grads.rules import find_rule
 from slangvi.grads.rules.embedding import check_embedding
-from slangvi.types import Params, ParamSpec
+from slangvi.params import Params, ParamSpec
 
 __all__ = ["GradientCapture", "foreign_hooks"]
 

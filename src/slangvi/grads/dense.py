@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from slangvi.grads.calls import Surroundings
-from slangvi.types import Params, ParamSpec
+from slangvi.params import Params, ParamSpec
 
 __all__ = ["DenseGradients", "Together", "batch_size", "draws_at_once", "per_example_gradients", "slice_batch"]
 

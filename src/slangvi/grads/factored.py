@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from slangvi.grads.blocks import Block, Formed, Memo, Outer, cheapest, place, stack
-from slangvi.types import ParamSpec, Routes
+from slangvi.params import ParamSpec
+from slangvi.types import Routes
 
 __all__ = ["FactoredGradients", "RowGroup"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from slangvi.grads.calls import Backward, count_examples
 from slangvi.grads.capture import GradientCapture, check_tables
 from slangvi.grads.factored import RowGroup
-from slangvi.types import Params, ParamSpec
+from slangvi.params import Params, ParamSpec
 
 __all__ = ["SumCapture", "SumGroup"]
 

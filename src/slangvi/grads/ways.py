@@ -13,7 +13,7 @@ from slangvi.grads.blocks import Block, Formed, Settle, add, as_it_is
 from slangvi.grads.calls import Backward, Call
 from slangvi.grads.replay import Replay
 from slangvi.grads.rules import find_rule
-from slangvi.types import Params, ParamSpec
+from slangvi.params import Params, ParamSpec
 
 __all__ = ["Ways", "listed"]
 

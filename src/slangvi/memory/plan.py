@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from slangvi import checks
-from slangvi._out_of_memory import human
 from slangvi.memory.ledger import Record
 from slangvi.memory.rehearsal import Loss, Rehearsal, rehearse
+from slangvi.out_of_memory import human
 
 __all__ = ["MemoryPlan", "estimate_memory"]
 

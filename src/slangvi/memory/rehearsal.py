@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from slangvi._out_of_memory import tensors_in
 from slangvi.errors import UnsupportedModuleError
 from slangvi.memory.ledger import Ledger
 from slangvi.memory.weightless import weightless, without_memory
 from slangvi.methods import slang
-from slangvi.types import Params, ParamSpec
+from slangvi.out_of_memory import tensors_in
+from slangvi.params import Params, ParamSpec
 
 __all__ = ["Loss", "Rehearsal", "rehearse"]
 

@@ -36,10 +36,10 @@ aten = torch.ops.aten
 SITES = (
     ("slangvi.grads.dense", "rows"),
     ("slangvi.methods.slang.update", "temporaries"),
-    ("slangvi.methods._lowrank_step", "temporaries"),
+    ("slangvi.methods.lowrank_step", "temporaries"),
     ("slangvi.linalg.lowrank.factorize", "factor"),
     ("slangvi.linalg.lowrank", "draws"),
-    ("slangvi._flat", "draws"),
+    ("slangvi.params.mirror", "draws"),
     ("slangvi.grads.rules", "rows"),
     ("slangvi.grads.base", "rows"),
     ("slangvi.grads.blocks", "rows"),

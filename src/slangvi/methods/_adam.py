@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slangvi._settings import Settings
-from slangvi._steps import Rate, lerp, require_finite
 from slangvi.grads import RowGroup, SumCapture, SumGroup
-from slangvi.methods._gather import GRADIENT_REMEDY
+from slangvi.methods._averages import lerp
+from slangvi.methods.gather import GRADIENT_REMEDY
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
+from slangvi.params.state import require_finite
+from slangvi.schedules import Rate
+from slangvi.settings import Settings
 
 __all__ = ["BETAS", "EPS", "AdamOptimizer", "Betas", "Moving", "Number", "fitted", "moved", "require_moved"]
 

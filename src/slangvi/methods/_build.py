@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import checks
-from slangvi._divergence import REACTIONS, REMEDY, Watch
-from slangvi._flat import FlatState
-from slangvi._out_of_memory import out_of_memory_advice
-from slangvi._steps import Prior, Rate, Schedule, rate_at, warmed_up
+from slangvi.divergence import REACTIONS, REMEDY, Watch
 from slangvi.grads.assemble import Engine
-from slangvi.methods._gather import FactoredGatherer, check_schedule, dense_gatherer
 from slangvi.methods._gaussian import GaussianState
-from slangvi.types import Params, ParamSpec, Routes, Transform
+from slangvi.methods.gather import FactoredGatherer, check_schedule, dense_gatherer
+from slangvi.out_of_memory import out_of_memory_advice
+from slangvi.params import Params, ParamSpec
+from slangvi.params.state import FlatState
+from slangvi.params.values import per_parameter
+from slangvi.priors import Prior
+from slangvi.schedules import Rate, Schedule, rate_at, warmed_up
+from slangvi.types import Routes, Transform
 
 __all__ = ["Basics", "Common", "Replay"]
 
@@ -68,8 +71,8 @@ class Basics:
         like = state.loc if like is None else like
         key = (state.spec, like.dtype, like.device)
         if key not in self._priors:
-            lam = checks.per_parameter("prior_precision", self._prior_precision, state.spec, like)
-            mean = checks.per_parameter("prior_mean", self._prior_mean, state.spec, like, positive=False)
+            lam = per_parameter("prior_precision", self._prior_precision, state.spec, like)
+            mean = per_parameter("prior_mean", self._prior_mean, state.spec, like, positive=False)
             self._priors[key] = Prior(lam, mean)
         return self._priors[key]
 

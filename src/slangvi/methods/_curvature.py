@@ -12,7 +12,7 @@ from torch.func import grad, vjp, vmap
 from slangvi import checks
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads.dense import Together, draws_at_once
-from slangvi.types import Params, ParamSpec
+from slangvi.params import Params, ParamSpec
 
 __all__ = ["HESSIAN_REMEDY", "check_curvature", "hessian_gatherer"]
 

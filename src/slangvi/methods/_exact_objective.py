@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from slangvi import checks
-from slangvi._steps import Prior
 from slangvi.linalg import DensePrecision, factorize_dense
+from slangvi.params import Params
+from slangvi.priors import Prior
 from slangvi.quadrature import softplus_expectations
-from slangvi.types import Params
 
 __all__ = ["Family", "Point", "Regression", "choose", "evaluate", "improves", "newton_step", "regression", "start_of"]
 

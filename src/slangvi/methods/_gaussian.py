@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import checks
-from slangvi._divergence import REMEDY, Watch
-from slangvi._flat import FlatState, state_dtype
-from slangvi._settings import Settings
-from slangvi._steps import ELBO, Prior
+from slangvi.divergence import REMEDY, Watch
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
 from slangvi.grads.assemble import Engine
 from slangvi.grads.blocks import Settle, cheapest
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
-from slangvi.types import Params, ParamSpec, Routes
+from slangvi.params import Params, ParamSpec
+from slangvi.params.state import FlatState, state_dtype
+from slangvi.params.values import per_parameter
+from slangvi.priors import ELBO, Prior
+from slangvi.settings import Settings
+from slangvi.types import Routes
 
 __all__ = [
     "GaussianOptimizer",
@@ -122,7 +124,7 @@ def start(params: Params, init_precision: Any) -> tuple[ParamSpec, Tensor, Tenso
         The layout, μ (P,), and the precision of each entry (P,).
     """
     spec, loc = flat_start(params)
-    return spec, loc, checks.per_parameter("init_precision", init_precision, spec, loc).contiguous()
+    return spec, loc, per_parameter("init_precision", init_precision, spec, loc).contiguous()
 
 
 def flat_start(params: Params) -> tuple[ParamSpec, Tensor]:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from slangvi._steps import Prior
 from slangvi.grads import FactoredGradients
 from slangvi.grads.batched import BatchedPass
-from slangvi.methods._gather import FactoredGatherer, checked_values
 from slangvi.methods._graph import Captured
-from slangvi.methods._graph_runner import Runner, packed
 from slangvi.methods._launched import Launched, Numbers, Setup
-from slangvi.types import ParamSpec
+from slangvi.methods.gather import FactoredGatherer, checked_values
+from slangvi.methods.graph_runner import Runner, packed
+from slangvi.params import ParamSpec
+from slangvi.priors import Prior
 
 __all__ = ["FunctionalStep", "GraphRunner"]
 

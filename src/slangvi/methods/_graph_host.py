@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slangvi._threads import one_thread
+from slangvi.linalg.threads import one_thread
 from slangvi.methods._launched import Numbers
-from slangvi.methods._lowrank_step import shares
+from slangvi.methods.lowrank_step import shares
 
 __all__ = ["Received", "Sent", "flaws", "pinned", "reach", "root_of"]
 

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi._frames import outside_frames
-from slangvi._steps import Prior
+from slangvi.errors import user_stacklevel
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
 from slangvi.methods._gaussian import GaussianOptimizer
 from slangvi.methods._graph import Captured
 from slangvi.methods._graph_pass import PassRunner
-from slangvi.methods._graph_runner import Runner, has_graphs, packed
 from slangvi.methods._launched import Launched, Numbers, Setup
 from slangvi.methods._row_leaves import ReplayedBlocks, Signature, bytes_of, key_of, leaves_of, rebuilt, too_large
+from slangvi.methods.graph_runner import Runner, has_graphs, packed
 from slangvi.optimizer import InfoT, StateT
-from slangvi.types import ParamSpec, Routes
+from slangvi.params import ParamSpec
+from slangvi.priors import Prior
+from slangvi.types import Routes
 
 __all__ = ["LoopRunner", "LoopStep", "ReplayingOptimizer"]
 
@@ -156,7 +157,7 @@ class LoopRunner(Runner[LoopStep]):
                 f"compile=True has no effect on a step like this one: its gradients take {size / 1e9:.1f} GB, and "
                 "graphs would hold copies of them. It runs eagerly."
             )
-            warnings.warn(text, UserWarning, stacklevel=outside_frames())
+            warnings.warn(text, UserWarning, stacklevel=user_stacklevel())
 
     def write_draw(self, state: Any, params: Sequence[Tensor], generator: torch.Generator | None) -> bool:
         """Put a draw into the parameters, if a graph holds this state."""

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from slangvi._frames import outside_frames
+from slangvi.errors import user_stacklevel
 from slangvi.grads import GradientCapture, RowGroup
 from slangvi.grads.assemble import Uses
 from slangvi.grads.blocks import Block
 from slangvi.grads.overlapping import Overlapping
 from slangvi.grads.rules.registry import is_patched
 from slangvi.methods._appearance import appearance
-from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
-from slangvi.methods._graph_runner import MOST_GRAPHS, why_not_captured
 from slangvi.methods._row_leaves import Key, ReplayedBlocks, key_of, leaves_of, rebuilt, too_large
+from slangvi.methods.graph_capture import aside, capture_graph, randomness_kept
+from slangvi.methods.graph_runner import MOST_GRAPHS, why_not_captured
 
 __all__ = ["CapturedPass", "PassRunner"]
 
@@ -351,7 +351,7 @@ class PassRunner:
         except Exception as error:
             self._given_up = True
             text = f"compile=True replays the step, but not forward and backward: {why_not_captured(error)}."
-            warnings.warn(text, UserWarning, stacklevel=outside_frames())
+            warnings.warn(text, UserWarning, stacklevel=user_stacklevel())
         finally:
             self.model.__dict__["forward"] = patch
         return kind in self.passes

@@ -14,17 +14,17 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from slangvi._steps import averaged
 from slangvi.grads import FactoredGradients, Formed
 from slangvi.linalg import LowRankPrecision, Problem, choose_route, krylov
 from slangvi.linalg.krylov import iteration_pays
 from slangvi.linalg.products import column_squares
 from slangvi.linalg.subspace import filtered, projected, pursued, sharpened, starting_block
 from slangvi.linalg.topk import TOLERANCE
-from slangvi.methods._graph_capture import aside, beside, capture_graph, joined, randomness_kept, rehearsing, reserved
+from slangvi.methods._averages import averaged
 from slangvi.methods._graph_host import Received, Sent, pinned
 from slangvi.methods._launched import Setup
-from slangvi.methods._lowrank_step import Observed, Proposed, Rates, Widened, moved, shift, widen
+from slangvi.methods.graph_capture import aside, beside, capture_graph, joined, randomness_kept, rehearsing, reserved
+from slangvi.methods.lowrank_step import Observed, Proposed, Rates, Widened, moved, shift, widen
 
 __all__ = ["Pieces"]
 

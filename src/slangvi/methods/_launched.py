@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slangvi._steps import Prior
+from slangvi.priors import Prior
 
 if TYPE_CHECKING:
     from slangvi.methods._graph import Captured

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.utils._pytree import tree_map
 
-from slangvi import checks
-from slangvi.methods._gather import LogLikelihood, one_per_example, sum_gatherer
-from slangvi.types import ParamSpec
+from slangvi.methods.gather import LogLikelihood, one_per_example, sum_gatherer
+from slangvi.params import ParamSpec
+from slangvi.params.values import per_tensor
 
 __all__ = [
     "DroppedWeights",
@@ -123,7 +123,7 @@ def rates_of(rates: Any, spec: ParamSpec, known: ParamSpec | None = None) -> lis
     matrices, every = _matrices(spec), known or spec
     if isinstance(rates, Mapping):
         _refuse_vectors(rates, every)
-    found = checks.per_tensor("rates", rates, matrices, _matrices(every), 0.0, 1.0, closed="low")
+    found = per_tensor("rates", rates, matrices, _matrices(every), 0.0, 1.0, closed="low")
     by_name = dict(zip(matrices.names, found, strict=True))
     return [by_name.get(name, 0.0) for name in spec.names]
 

@@ -22,16 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slangvi import checks
-from slangvi._groups import GroupValues
-from slangvi._steps import Prior, Rate, Schedule
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.linalg import DiagonalPrecision
 from slangvi.linalg.noise import standard_normal
 from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number, fitted, moved, require_moved
 from slangvi.methods._build import Basics
-from slangvi.methods._gather import checked_mean, sum_gatherer
 from slangvi.methods._gaussian import Info, kl_to_prior, start
-from slangvi.types import Params, ParamSpec, Transform
+from slangvi.methods.gather import checked_mean, sum_gatherer
+from slangvi.optimizer.groups import GroupValues
+from slangvi.params import Params, ParamSpec
+from slangvi.priors import Prior
+from slangvi.schedules import Rate, Schedule
+from slangvi.types import Transform
 
 __all__ = ["BBB", "Info", "Moving", "State", "advanced", "build", "init", "posterior", "sample", "stddev_of", "update"]
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from slangvi import checks
-from slangvi._steps import ELBO
 from slangvi.distributions import DensePrecisionNormal, LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.linalg import DensePrecision
@@ -35,7 +34,9 @@ from slangvi.methods._exact_objective import (
     regression,
     start_of,
 )
-from slangvi.types import Params, ParamSpec, Transform
+from slangvi.params import Params, ParamSpec
+from slangvi.priors import ELBO
+from slangvi.types import Transform
 
 __all__ = ["Family", "Fit", "Info", "Regression", "State", "build", "fit", "init", "posterior", "sample", "update"]
 

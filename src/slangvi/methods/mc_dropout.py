@@ -34,16 +34,18 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import checks
-from slangvi._groups import GroupValues
-from slangvi._steps import Prior, Rate, Schedule
 from slangvi.grads.dense import batch_size
 from slangvi.methods import _masks
 from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number, fitted, moved, require_moved
 from slangvi.methods._build import Basics
-from slangvi.methods._gather import checked_mean
 from slangvi.methods._gaussian import Told, flat_start
 from slangvi.methods._masks import DroppedWeights, multipliers
-from slangvi.types import Params, ParamSpec, Transform
+from slangvi.methods.gather import checked_mean
+from slangvi.optimizer.groups import GroupValues
+from slangvi.params import Params, ParamSpec
+from slangvi.priors import Prior
+from slangvi.schedules import Rate, Schedule
+from slangvi.types import Transform
 
 __all__ = [
     "DroppedWeights",

@@ -14,18 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slangvi._groups import GroupValues
-from slangvi._steps import Prior, Rate, Schedule, debiasing, lerp, mean_gradient, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
 from slangvi.linalg import DiagonalPrecision
+from slangvi.methods._averages import debiasing, lerp, mean_gradient
 from slangvi.methods._build import Common
 from slangvi.methods._curvature import HESSIAN_REMEDY, check_curvature, hessian_gatherer
-from slangvi.methods._gather import GRADIENT_REMEDY
 from slangvi.methods._gaussian import GaussianOptimizer, Info, place, start
-from slangvi.methods._lowrank_state import STATE_REMEDY
-from slangvi.types import GradientOperator, Params, ParamSpec, Routes, Transform
+from slangvi.methods.gather import GRADIENT_REMEDY
+from slangvi.methods.lowrank_state import STATE_REMEDY
+from slangvi.optimizer.groups import GroupValues
+from slangvi.params import Params, ParamSpec
+from slangvi.params.state import require_finite
+from slangvi.priors import Prior
+from slangvi.schedules import Rate, Schedule
+from slangvi.types import GradientOperator, Routes, Transform
 
 __all__ = ["VOGN", "Info", "State", "build", "init", "posterior", "sample", "update"]
 

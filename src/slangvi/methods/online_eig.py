@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slangvi import checks
-from slangvi._groups import GroupValues
-from slangvi._steps import Prior, Rate, Schedule, debiasing, lerp, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
@@ -29,13 +27,19 @@ from slangvi.linalg.products import column_squares, gram_float64
 from slangvi.linalg.small import factorize_batch
 from slangvi.linalg.subspace import projected, ritz, sharpened, starting_block
 from slangvi.linalg.topk import Route, padded_spectrum, relative_residual
+from slangvi.methods._averages import debiasing, lerp
 from slangvi.methods._build import Common
-from slangvi.methods._gather import GRADIENT_REMEDY
 from slangvi.methods._gaussian import GaussianOptimizer
-from slangvi.methods._lowrank_state import STATE_REMEDY, Info, State, state_of
-from slangvi.methods._lowrank_step import Proposed, Rates, Widened, shift_by
+from slangvi.methods.gather import GRADIENT_REMEDY
+from slangvi.methods.lowrank_state import STATE_REMEDY, Info, State, state_of
+from slangvi.methods.lowrank_step import Proposed, Rates, Widened, shift_by
 from slangvi.methods.slang import init, posterior, sample
-from slangvi.types import GradientOperator, Params, Routes, Transform
+from slangvi.optimizer.groups import GroupValues
+from slangvi.params import Params
+from slangvi.params.state import require_finite
+from slangvi.priors import Prior
+from slangvi.schedules import Rate, Schedule
+from slangvi.types import GradientOperator, Routes, Transform
 
 __all__ = ["Info", "OnlineEig", "State", "build", "init", "posterior", "sample", "update"]
 

@@ -13,20 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import checks
-from slangvi._groups import GroupValues
-from slangvi._steps import Prior, Rate, Schedule, debiasing, require_finite
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.grads.assemble import Engine
+from slangvi.methods._averages import debiasing
 from slangvi.methods._build import Common, Replay
-from slangvi.methods._gather import GRADIENT_REMEDY
 from slangvi.methods._gaussian import start
 from slangvi.methods._graph_functional import GraphRunner
 from slangvi.methods._graph_loop import ReplayingOptimizer
 from slangvi.methods._launched import Launched, Numbers
-from slangvi.methods._lowrank_state import STATE_REMEDY, Info, State, finite_check, kl_to_prior, state_of, told
-from slangvi.methods._lowrank_step import Rates, eigenproblem, shift_by, widen_by
-from slangvi.types import GradientOperator, Params, Routes, Transform
+from slangvi.methods.gather import GRADIENT_REMEDY
+from slangvi.methods.lowrank_state import STATE_REMEDY, Info, State, finite_check, kl_to_prior, state_of, told
+from slangvi.methods.lowrank_step import Rates, eigenproblem, shift_by, widen_by
+from slangvi.optimizer.groups import GroupValues
+from slangvi.params import Params
+from slangvi.params.state import require_finite
+from slangvi.priors import Prior
+from slangvi.schedules import Rate, Schedule
+from slangvi.types import GradientOperator, Routes, Transform
 
 __all__ = ["SLANG", "Info", "State", "build", "init", "kl_to_prior", "posterior", "sample", "update"]
 

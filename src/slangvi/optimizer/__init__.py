@@ -5,10 +5,10 @@
 (`variational`).
 """
 
-from slangvi._settings import Settings as Settings
 from slangvi.optimizer._inferred import StateT as StateT
 from slangvi.optimizer._saving import _restore as _restore
 from slangvi.optimizer.variational import InfoT as InfoT
 from slangvi.optimizer.variational import VariationalOptimizer as VariationalOptimizer
+from slangvi.settings import Settings as Settings
 
 __all__ = ["Settings", "VariationalOptimizer"]

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi._out_of_memory import out_of_memory_advice
 from slangvi.grads import GradientCapture, RowGroup
 from slangvi.optimizer._bad_batches import BadBatches
 from slangvi.optimizer._inferred import Inferred, StateT
 from slangvi.optimizer._losses import unscaled
 from slangvi.optimizer._warnings import Warnings
-from slangvi.types import ParamSpec
+from slangvi.out_of_memory import out_of_memory_advice
+from slangvi.params import ParamSpec
 
 __all__ = ["Drawing"]
 

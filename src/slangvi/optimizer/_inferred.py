@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.optim import Optimizer
 
-from slangvi._flat import FlatState, Mirror, state_dtype, tensors_of
-from slangvi._groups import JOINED, GroupValues, check_group
-from slangvi._settings import Settings
-from slangvi._steps import Prior
 from slangvi.errors import UnsupportedModuleError
-from slangvi.types import Params, ParamSpec, uncompiled
+from slangvi.optimizer.groups import JOINED, GroupValues, check_group
+from slangvi.params import Params, ParamSpec
+from slangvi.params.mirror import Mirror
+from slangvi.params.spec import uncompiled
+from slangvi.params.state import FlatState, state_dtype, tensors_of
+from slangvi.priors import Prior
+from slangvi.settings import Settings
 
 __all__ = ["Inferred", "StateT"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi._settings import Settings
 from slangvi.errors import NumericalError
 from slangvi.grads import RowGroup
+from slangvi.settings import Settings
 
 __all__ = ["amplification", "expected_log_likelihood", "loss_alone", "mean_loss", "require_finite_loss", "unscaled"]
 

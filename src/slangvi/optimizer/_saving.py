@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slangvi._flat import check_packed, pack
-from slangvi._frames import outside_frames
-from slangvi._settings import Settings
+from slangvi.errors import user_stacklevel
 from slangvi.optimizer._bad_batches import BadBatches
 from slangvi.optimizer._drawing import Drawing
 from slangvi.optimizer._hooks import called, held
 from slangvi.optimizer._inferred import StateT
+from slangvi.params.packing import check_packed, pack
+from slangvi.settings import Settings
 
 __all__ = ["Saving"]
 
@@ -112,7 +112,7 @@ def _random_state(saved: Tensor | None, generator: torch.Generator | None) -> Te
             "state_dict holds the state of a generator, and this optimizer has none: its draws will be others. "
             "Build it with generator=torch.Generator() to go on with the same draws.",
             UserWarning,
-            stacklevel=outside_frames(),
+            stacklevel=user_stacklevel(),
         )
         return None
     try:
@@ -130,5 +130,5 @@ def _warn_of_other_data(then: int, now: int) -> None:
             f"state_dict was made with num_data={then}, this optimizer has num_data={now}; the posterior will change "
             "width.",
             UserWarning,
-            stacklevel=outside_frames(),
+            stacklevel=user_stacklevel(),
         )

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slangvi._frames import outside_frames
+from slangvi.errors import user_stacklevel
 from slangvi.grads import RowGroup
 
 __all__ = ["Warnings"]
@@ -34,7 +34,7 @@ class Warnings:
                 "compile=True has no effect while parameter groups differ in lr, precision_lr or momentum. Steps run "
                 "eagerly.",
                 UserWarning,
-                stacklevel=outside_frames(),
+                stacklevel=user_stacklevel(),
             )
 
     def of_small_data(self, rows: Sequence[RowGroup], num_data: int) -> None:
@@ -46,7 +46,7 @@ class Warnings:
                 f"a batch of {largest} examples is larger than num_data={num_data}. num_data is the size "
                 "of the training set; the posterior is as wide as it says.",
                 UserWarning,
-                stacklevel=outside_frames(),
+                stacklevel=user_stacklevel(),
             )
 
     def of_lost_gradients(self, unheard: set[int]) -> None:
@@ -61,5 +61,5 @@ class Warnings:
                 "`with opt.sampled_params(train=True):` or after opt.train(); opt.zero_grad() says that they were not "
                 "meant for the step.",
                 UserWarning,
-                stacklevel=outside_frames(),
+                stacklevel=user_stacklevel(),
             )

@@ -11,13 +11,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from slangvi import checks
-from slangvi._out_of_memory import out_of_memory_advice
-from slangvi._steps import ELBO
 from slangvi.errors import DivergenceError, NumericalError
 from slangvi.grads import RowGroup
 from slangvi.optimizer._inferred import StateT
 from slangvi.optimizer._losses import amplification, expected_log_likelihood, loss_alone, mean_loss, require_finite_loss
 from slangvi.optimizer._saving import Saving
+from slangvi.out_of_memory import out_of_memory_advice
+from slangvi.priors import ELBO
 
 __all__ = ["VariationalOptimizer"]
 

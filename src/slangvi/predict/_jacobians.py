@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from slangvi.grads.dense import batch_size, slice_batch
+from slangvi.params import ParamSpec
 from slangvi.predict.samples import call
-from slangvi.types import ParamSpec
 
 __all__ = ["Jacobians"]
 

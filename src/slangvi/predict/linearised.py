@@ -19,9 +19,9 @@ from slangvi.errors import NumericalError
 from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, check_several, likelihood_named
 from slangvi.linalg.noise import standard_normal
+from slangvi.params.spec import uncompiled
 from slangvi.predict._jacobians import Jacobians
 from slangvi.predict.samples import check_given, evaluating, spec_of
-from slangvi.types import uncompiled
 
 __all__ = ["LinearisedPredictive", "linearised_predictive", "probit_softmax"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from slangvi._out_of_memory import human, tensors_in
 from slangvi.distributions import Posterior
 from slangvi.memory.ledger import Ledger
 from slangvi.memory.weightless import weightless, without_memory
+from slangvi.out_of_memory import human, tensors_in
 from slangvi.predict.samples import check_given
 
 __all__ = ["PredictionPlan", "estimate_prediction_memory"]

@@ -13,7 +13,8 @@ from slangvi import checks
 from slangvi.distributions import Posterior
 from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.likelihoods import Likelihood, likelihood_named
-from slangvi.types import ParamSpec, uncompiled
+from slangvi.params import ParamSpec
+from slangvi.params.spec import uncompiled
 
 __all__ = ["call", "check_given", "evaluating", "functional_samples", "predictive_samples", "spec_of"]
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from slangvi import checks
-from slangvi._divergence import Watch, step_length
-from slangvi._steps import Prior
+from slangvi.divergence import Watch, step_length
 from slangvi.errors import NumericalError
 from slangvi.grads.dense import rows_within
 from slangvi.linalg import LowRankPrecision
+from slangvi.params import ParamSpec
+from slangvi.priors import Prior
 from slangvi.replicas import _settings
 from slangvi.replicas._gather import LockstepGatherer
 from slangvi.replicas._inputs import Minibatch, checked_constants, read
@@ -23,7 +24,6 @@ from slangvi.replicas._rules import Lanes, Rule
 from slangvi.replicas._settings import pick
 from slangvi.replicas._step import Numbers, Taken, Told, take_step, told_of, trouble
 from slangvi.replicas.state import Failure, Generators, Info, State, noise
-from slangvi.types import ParamSpec
 
 __all__ = ["Lockstep", "Settings"]
 
@@ -76,8 +76,8 @@ class Settings:
 
     def prior(self, state: State) -> Prior:
         """λ and μ₀ of every replica, (K, P)."""
-        lam = _settings.per_parameter("prior_precision", self.prior_precision, state.spec, state.loc)
-        mean = _settings.per_parameter("prior_mean", self.prior_mean, state.spec, state.loc, positive=False)
+        lam = _settings.per_replica("prior_precision", self.prior_precision, state.spec, state.loc)
+        mean = _settings.per_replica("prior_mean", self.prior_mean, state.spec, state.loc, positive=False)
         return Prior(lam, mean)
 
 

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map
 from slangvi.grads.batched import BatchedPass
 from slangvi.grads.blocks import Formed
 from slangvi.grads.factored import FactoredGradients, RowGroup
-from slangvi.methods._gather import Kind, one_per_example, shapes_of, with_aliases
+from slangvi.methods.gather import Kind, one_per_example, shapes_of, with_aliases
+from slangvi.params import Params, ParamSpec
 from slangvi.replicas._inputs import Minibatch
-from slangvi.types import Params, ParamSpec
 
 __all__ = ["Gathered", "LockstepGatherer"]
 

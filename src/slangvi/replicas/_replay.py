@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from slangvi._steps import Prior
 from slangvi.linalg import LowRankPrecision
-from slangvi.methods._graph_capture import aside, capture_graph, randomness_kept
-from slangvi.methods._graph_runner import Shelf
+from slangvi.methods.graph_capture import aside, capture_graph, randomness_kept
+from slangvi.methods.graph_runner import Shelf
+from slangvi.priors import Prior
 from slangvi.replicas._gather import Gathered
 from slangvi.replicas._inputs import Minibatch
 from slangvi.replicas._rules import Lanes, Rule

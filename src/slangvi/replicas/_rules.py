@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from slangvi._steps import Prior
 from slangvi.linalg import Route
 from slangvi.linalg.assignment import FEW
 from slangvi.linalg.krylov import Eigenpairs
 from slangvi.linalg.squaring import pairs_by_squaring
 from slangvi.linalg.topk import TOLERANCE, pairs_of
 from slangvi.methods import online_eig
-from slangvi.methods._lowrank_step import Observed, Proposed, Rates, eigenproblem, propose
+from slangvi.methods.lowrank_step import Observed, Proposed, Rates, eigenproblem, propose
+from slangvi.priors import Prior
 from slangvi.types import GradientOperator
 
 __all__ = ["RULES", "Each", "Lanes", "One", "Rule"]

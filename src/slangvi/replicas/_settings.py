@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from slangvi import checks
-from slangvi._steps import Schedule
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
+from slangvi.params.values import per_parameter
+from slangvi.schedules import Schedule
 
-__all__ = ["Rates", "listed", "numbers", "per_parameter", "pick"]
+__all__ = ["Rates", "listed", "numbers", "per_replica", "pick"]
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def numbers(name: str, value: Any, count: int, check: Callable[[str, Any], float
     return torch.tensor([check(f"{name}[{k}]", one) for k, one in enumerate(many)], dtype=torch.float64)
 
 
-def per_parameter(name: str, value: Any, spec: ParamSpec, like: Tensor, positive: bool = True) -> Tensor:
+def per_replica(name: str, value: Any, spec: ParamSpec, like: Tensor, positive: bool = True) -> Tensor:
     """What a single run takes, once for all replicas or in a sequence of K or a (K, P) tensor, as (K, P).
 
     Args:
@@ -52,8 +53,8 @@ def per_parameter(name: str, value: Any, spec: ParamSpec, like: Tensor, positive
     """
     many = listed(name, value.unbind(0) if isinstance(value, Tensor) and value.ndim == 2 else value, len(like))
     if many is None:
-        return checks.per_parameter(name, value, spec, like[0], positive).expand_as(like)
-    rows = (checks.per_parameter(f"{name}[{k}]", one, spec, like[0], positive) for k, one in enumerate(many))
+        return per_parameter(name, value, spec, like[0], positive).expand_as(like)
+    rows = (per_parameter(f"{name}[{k}]", one, spec, like[0], positive) for k, one in enumerate(many))
     return torch.stack(list(rows))
 
 

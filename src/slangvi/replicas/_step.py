@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slangvi._steps import Prior, require_finite
 from slangvi.errors import NumericalError
 from slangvi.linalg import LowRankPrecision, Route
 from slangvi.linalg.krylov import Eigenpairs
 from slangvi.linalg.topk import padded_spectrum, relative_residual
-from slangvi.methods._gather import GRADIENT_REMEDY, checked_values
-from slangvi.methods._lowrank_state import STATE_REMEDY
-from slangvi.methods._lowrank_step import Proposed, Rates
+from slangvi.methods.gather import GRADIENT_REMEDY, checked_values
+from slangvi.methods.lowrank_state import STATE_REMEDY
+from slangvi.methods.lowrank_step import Proposed, Rates
+from slangvi.params import ParamSpec
+from slangvi.params.state import require_finite
+from slangvi.priors import Prior
 from slangvi.replicas._gather import Gathered
 from slangvi.replicas._rules import Lanes, One, Rule
-from slangvi.types import ParamSpec
 
 __all__ = ["Numbers", "Taken", "Told", "take_step", "told_of", "trouble"]
 

@@ -8,18 +8,18 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from slangvi import checks
-from slangvi._divergence import REACTIONS, REMEDY, Watch
-from slangvi._steps import Schedule
 from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.divergence import REACTIONS, REMEDY, Watch
 from slangvi.grads.assemble import Engine
 from slangvi.methods import slang
+from slangvi.params import Params
 from slangvi.replicas._advance import Lockstep, Settings
 from slangvi.replicas._gather import LockstepGatherer
 from slangvi.replicas._inputs import checked_constants
 from slangvi.replicas._replay import GraphKeeper
 from slangvi.replicas._rules import RULES
 from slangvi.replicas.state import Info, State, init, posterior, replica, sample, stack
-from slangvi.types import Params
+from slangvi.schedules import Schedule
 
 __all__ = ["Runs", "build"]
 

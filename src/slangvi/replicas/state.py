@@ -13,15 +13,15 @@ from torch.distributions import Independent, Normal, kl_divergence
 from torch.utils._pytree import tree_map
 
 from slangvi import checks
-from slangvi._flat import state_dtype
-from slangvi._steps import Prior
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.grads.dense import batch_size
 from slangvi.linalg import LowRankPrecision, factorize
 from slangvi.linalg.noise import fill_normal, standard_normal
 from slangvi.methods import slang
+from slangvi.params import Params, ParamSpec
+from slangvi.params.state import state_dtype
+from slangvi.priors import Prior
 from slangvi.replicas import _settings
-from slangvi.types import Params, ParamSpec
 
 __all__ = [
     "Failure",
@@ -161,7 +161,7 @@ def init(
     loc = spec.flatten({name: value.detach() for name, value in together.items()}, dtype).contiguous()
     if not bool(torch.isfinite(loc).all()):
         raise ValueError("params must be finite, got NaN or Inf. Re-initialise the models.")
-    diag = _settings.per_parameter("init_precision", init_precision, spec, loc).contiguous()
+    diag = _settings.per_replica("init_precision", init_precision, spec, loc).contiguous()
     steps, failed = torch.zeros(len(loc), dtype=torch.int64), torch.zeros(len(loc), dtype=torch.bool)
     return State(loc, loc.new_zeros(len(loc), rank, loc.shape[1]), diag, torch.zeros_like(loc), steps, failed, spec)
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from slangvi import checkpoint
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import DataError
-from slangvi.estimators._network import ACTIVATIONS, mlp, num_weights
+from slangvi.estimators.network import ACTIVATIONS, mlp, num_weights
 from slangvi.files import put
 from slangvi.predict import decompose_uncertainty
-from slangvi.predict._chunks import drawn_in_chunks
+from slangvi.predict.chunks import drawn_in_chunks
 from slangvi.tabular.schema import Schema
 from slangvi.tabular.target import Target
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slangvi.errors import DataError
-from slangvi.estimators._data import is_rounding
+from slangvi.estimators.data import is_rounding
 from slangvi.tabular.cells import advice, is_missing, is_no_number, numbers, short
 from slangvi.tabular.reading import Table
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from slangvi._out_of_memory import human
 from slangvi.errors import DataError
-from slangvi.estimators._network import num_weights
+from slangvi.estimators.network import num_weights
 from slangvi.memory import estimate_memory
+from slangvi.out_of_memory import human
 
 __all__ = ["check_size", "memory_of"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from slangvi._live_bytes import LiveBytes
-from slangvi_reproduction.bench._record import Row, Settings
+from slangvi.live_bytes import LiveBytes
+from slangvi_reproduction.bench.record import Row, Settings
 
 __all__ = ["BASELINE", "FLOOR", "Contender", "Step", "compare", "measure"]
 

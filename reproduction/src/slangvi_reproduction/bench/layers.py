@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from slangvi_reproduction.bench import own, peers
 from slangvi_reproduction.bench._measure import BASELINE, FLOOR, Contender, compare, measure
-from slangvi_reproduction.bench._record import Row, Settings
 from slangvi_reproduction.bench.limits import Rates
 from slangvi_reproduction.bench.networks import Problem, ResNet20, Transformer, images, tokens
+from slangvi_reproduction.bench.record import Row, Settings
 
 __all__ = ["ABOUT", "DENSE", "RANK", "REPEATS", "TITLE", "notes", "problems", "rows", "with_goals"]
 

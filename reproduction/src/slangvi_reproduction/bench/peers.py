@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
 from slangvi_reproduction.bench._measure import BASELINE, FLOOR, Contender, Step
 from slangvi_reproduction.bench.networks import Problem
 

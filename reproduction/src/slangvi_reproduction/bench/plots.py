@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slangvi_reproduction.bench._record import Record, Row, text
+from slangvi_reproduction.bench.record import Record, Row, text
 
 __all__ = ["picture"]
 

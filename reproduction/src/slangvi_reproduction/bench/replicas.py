@@ -14,9 +14,9 @@ from slangvi import replicas
 from slangvi.likelihoods import Gaussian
 from slangvi.methods import slang
 from slangvi_reproduction.bench._measure import BASELINE, FLOOR, Contender, Step, compare, measure
-from slangvi_reproduction.bench._record import Row, Settings
 from slangvi_reproduction.bench.limits import Rates
 from slangvi_reproduction.bench.networks import mlp
+from slangvi_reproduction.bench.record import Row, Settings
 
 __all__ = ["ABOUT", "ALONE", "FULL", "LOCKSTEP", "QUICK", "REPEATS", "TITLE", "Work", "notes", "rows", "with_goals"]
 

@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 
 from slangvi_reproduction.bench import BENCHES, plots, step
-from slangvi_reproduction.bench._record import Record, left_out, load, table
 from slangvi_reproduction.bench.limits import bytes_of, operations_of
 from slangvi_reproduction.bench.own import COMPILED, FUNCTIONAL
+from slangvi_reproduction.bench.record import Record, left_out, load, table
 
 __all__ = ["load_all", "page", "write"]
 

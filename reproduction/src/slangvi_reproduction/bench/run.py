@@ -10,8 +10,8 @@ import torch
 
 from slangvi.environment import environment, versions
 from slangvi_reproduction.bench._measure import Step, median_seconds
-from slangvi_reproduction.bench._record import Record, Settings
 from slangvi_reproduction.bench.limits import Rates
+from slangvi_reproduction.bench.record import Record, Settings
 
 __all__ = ["environment_of", "measure_rates", "run"]
 

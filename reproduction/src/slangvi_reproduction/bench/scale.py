@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from slangvi_reproduction.bench import own, peers
 from slangvi_reproduction.bench._measure import BASELINE, FLOOR, Contender, compare, measure
-from slangvi_reproduction.bench._record import Row, Settings
 from slangvi_reproduction.bench.limits import Rates, Shape, least_seconds
 from slangvi_reproduction.bench.networks import Transformer, mlp, mlp_width, tokens, vectors
+from slangvi_reproduction.bench.record import Row, Settings
 
 __all__ = ["ABOUT", "FULL", "LARGE", "QUICK", "REPEATS", "TITLE", "Sweep", "notes", "rows", "slope", "slopes"]
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from slangvi_reproduction.bench import own, peers
 from slangvi_reproduction.bench._measure import compare, measure
-from slangvi_reproduction.bench._record import Row, Settings
 from slangvi_reproduction.bench.limits import Rates, Shape, least_seconds
 from slangvi_reproduction.bench.networks import mlp, vectors
+from slangvi_reproduction.bench.record import Row, Settings
 
 __all__ = ["ABOUT", "FULL", "QUICK", "REPEATS", "TITLE", "Goal", "Work", "goals", "notes", "rows", "with_goals"]
 

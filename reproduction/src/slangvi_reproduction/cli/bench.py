@@ -59,7 +59,7 @@ def _measure(name: str, device: str, quick: bool, repeats: int | None, out: Path
     import torch
     from rich.console import Console
 
-    from slangvi_reproduction.bench._record import Settings, save
+    from slangvi_reproduction.bench.record import Settings, save
     from slangvi_reproduction.bench.run import run
 
     if out is not None and not out.parent.is_dir():
@@ -87,7 +87,7 @@ def _show(console: object, record: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from slangvi_reproduction.bench._record import Record, left_out, table
+    from slangvi_reproduction.bench.record import Record, left_out, table
 
     assert isinstance(console, Console)
     assert isinstance(record, Record)

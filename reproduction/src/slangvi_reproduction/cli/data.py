@@ -14,8 +14,8 @@ import click
 from slangvi.cli.common import guarded
 
 if TYPE_CHECKING:
-    from slangvi_reproduction.data._remote import File, Progress
-    from slangvi_reproduction.data._sets import Row
+    from slangvi_reproduction.data.remote import File, Progress
+    from slangvi_reproduction.data.sets import Row
 
 __all__ = ["data"]
 
@@ -31,7 +31,7 @@ def data() -> None:
 @click.option("--json", is_flag=True, help="All of it for programs, with every address and path.")
 def list_(json: bool) -> None:
     """List the data sets, and which are in the cache."""
-    from slangvi_reproduction.data._remote import cache_root, is_offline
+    from slangvi_reproduction.data.remote import cache_root, is_offline
 
     rows = list(_datasets().values())
     if json:
@@ -72,7 +72,7 @@ def _datasets() -> dict[str, Row]:
 
 def _named(names: tuple[str, ...]) -> list[Row]:
     """The data sets, each once."""
-    from slangvi_reproduction.data._sets import find
+    from slangvi_reproduction.data.sets import find
 
     known = _datasets()
     if "all" in names:
@@ -93,7 +93,7 @@ def _groups(dataset: Row) -> list[tuple[str, tuple[File, ...]]]:
 
 def _fetched(files: tuple[File, ...], force: bool, progress: Progress) -> str:
     """Fetch what is missing, and say what was done; the first failure ends it, as one file is no use without others."""
-    from slangvi_reproduction.data._remote import fetch, locate
+    from slangvi_reproduction.data.remote import fetch, locate
 
     states: Counter[str] = Counter()
     size = 0
@@ -106,7 +106,7 @@ def _fetched(files: tuple[File, ...], force: bool, progress: Progress) -> str:
 
 def _cached(files: tuple[File, ...]) -> str:
     """How much is there."""
-    from slangvi_reproduction.data._remote import locate
+    from slangvi_reproduction.data.remote import locate
 
     sizes = [path.stat().st_size for path in map(locate, files) if path is not None]
     if not sizes:
@@ -115,7 +115,7 @@ def _cached(files: tuple[File, ...]) -> str:
 
 
 def _described(dataset: Row) -> dict[str, Any]:
-    from slangvi_reproduction.data._remote import locate
+    from slangvi_reproduction.data.remote import locate
 
     files = []
     for file in dataset.files:

@@ -16,8 +16,8 @@ from slangvi_reproduction.experiments import EXPERIMENTS, module_name
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from slangvi_reproduction.experiments._results import Row
-    from slangvi_reproduction.experiments._runner import Status
+    from slangvi_reproduction.experiments.results import Row
+    from slangvi_reproduction.experiments.runner import Status
 
 __all__ = ["reproduce"]
 
@@ -105,7 +105,7 @@ def _run(name: str, data: Path | None, **options: Any) -> None:
     from rich.console import Console
 
     from slangvi.errors import DataError
-    from slangvi_reproduction.experiments._runner import CellsFailed
+    from slangvi_reproduction.experiments.runner import CellsFailed
 
     module = import_module(module_name(name))
     settings = _settings(name, module, **options)
@@ -133,7 +133,7 @@ def _settings(
     """What was typed, checked before any work is done."""
     import torch
 
-    from slangvi_reproduction.experiments._settings import Settings, choose
+    from slangvi_reproduction.experiments.settings import Settings, choose
 
     besides = [option for option in ("force", "quick", "epochs", "splits", "seed") if others[option]]
     if others.get("extend") and besides:
@@ -186,7 +186,7 @@ def _show(console: Console, name: str, rows: Sequence[Row]) -> None:
     """A line for each data set and method, a column for each metric."""
     from rich.table import Table
 
-    from slangvi_reproduction.experiments._pages import METRICS
+    from slangvi_reproduction.experiments.pages import METRICS
 
     metrics = list(dict.fromkeys(row.metric for row in rows))
     table = Table("data", "method", *(METRICS[metric] for metric in metrics), "n", title=EXPERIMENTS[name])

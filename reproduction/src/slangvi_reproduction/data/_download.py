@@ -34,7 +34,7 @@ def download(
         part: a file that must not exist yet. The caller removes it, whatever happens.
         name: handed to `progress`.
         max_bytes: more is refused.
-        progress: see `slangvi_reproduction.data._remote.fetch`.
+        progress: see `slangvi_reproduction.data.remote.fetch`.
         timeout: seconds a server may be silent.
         patience: seconds for all of it.
 

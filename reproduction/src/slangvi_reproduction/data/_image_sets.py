@@ -11,8 +11,8 @@ from typing import Any
 
 from slangvi.errors import DataError
 from slangvi_reproduction.data._idx import Bytes, parse_idx, unpack
-from slangvi_reproduction.data._remote import File
-from slangvi_reproduction.data._sets import find
+from slangvi_reproduction.data.remote import File
+from slangvi_reproduction.data.sets import find
 
 __all__ = ["CLASSES", "IMAGES", "Content", "Dataset", "find_images"]
 

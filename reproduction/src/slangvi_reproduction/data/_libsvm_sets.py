@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from slangvi.errors import DataError
-from slangvi_reproduction.data._remote import File
-from slangvi_reproduction.data._sets import find
 from slangvi_reproduction.data._svmlight import Table, digest, read
+from slangvi_reproduction.data.remote import File
+from slangvi_reproduction.data.sets import find
 
 __all__ = ["LIBSVM", "Content", "Dataset", "find_libsvm"]
 

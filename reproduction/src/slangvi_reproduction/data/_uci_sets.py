@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from slangvi.errors import DataError
 from slangvi_reproduction.data._numbers import parse_table
-from slangvi_reproduction.data._remote import File
-from slangvi_reproduction.data._sets import find
+from slangvi_reproduction.data.remote import File
+from slangvi_reproduction.data.sets import find
 
 __all__ = ["UCI", "Dataset", "Index", "find_uci"]
 

@@ -18,9 +18,9 @@ from slangvi import checks
 from slangvi.data.toy import Split
 from slangvi_reproduction.data._libsvm_sets import LIBSVM as LIBSVM
 from slangvi_reproduction.data._libsvm_sets import Content, Dataset, find_libsvm
-from slangvi_reproduction.data._remote import Progress
-from slangvi_reproduction.data._sets import load_file
 from slangvi_reproduction.data._svmlight import Table, read
+from slangvi_reproduction.data.remote import Progress
+from slangvi_reproduction.data.sets import load_file
 
 __all__ = ["LIBSVM", "Dataset", "find_libsvm", "libsvm_splits", "load_libsvm"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from slangvi import checks
 from slangvi_reproduction.data._image_sets import IMAGES as IMAGES
 from slangvi_reproduction.data._image_sets import Dataset
-from slangvi_reproduction.data._remote import Progress
-from slangvi_reproduction.data._sets import load_file
+from slangvi_reproduction.data.remote import Progress
+from slangvi_reproduction.data.sets import load_file
 
 __all__ = ["IMAGES", "PARTS", "Images", "load_fashion_mnist", "load_mnist"]
 

@@ -15,11 +15,11 @@ import torch
 from slangvi import checks
 from slangvi.errors import DataError
 from slangvi_reproduction.data._numbers import Array, parse_table
-from slangvi_reproduction.data._remote import Progress
-from slangvi_reproduction.data._sets import load_file
 from slangvi_reproduction.data._uci_sets import UCI as UCI
 from slangvi_reproduction.data._uci_sets import Dataset, Index, Numbers, find_uci
 from slangvi_reproduction.data.regression import Indices, Regression
+from slangvi_reproduction.data.remote import Progress
+from slangvi_reproduction.data.sets import load_file
 
 __all__ = ["UCI", "Dataset", "find_uci", "load_uci"]
 

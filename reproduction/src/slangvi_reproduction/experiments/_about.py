@@ -8,7 +8,7 @@ from typing import Any
 
 from slangvi.environment import PLATFORM, environment
 from slangvi_reproduction.experiments._cells import Cell, Stored
-from slangvi_reproduction.experiments._settings import Settings
+from slangvi_reproduction.experiments.settings import Settings
 
 __all__ = ["about_run"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from slangvi import bbb, mc_dropout
 from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.methods._graph_capture import aside, capture_graph
-from slangvi.types import ParamSpec
+from slangvi.methods.graph_capture import aside, capture_graph
+from slangvi.params import ParamSpec
 from slangvi_reproduction.experiments._cells import Arrays
 from slangvi_reproduction.experiments._task import Task
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from slangvi_reproduction.experiments._names import DATASETS, METRICS
-from slangvi_reproduction.experiments._results import Row
 from slangvi_reproduction.experiments.paper import Printed
+from slangvi_reproduction.experiments.results import Row
 
 __all__ = ["Verdict", "judge", "orders", "summary"]
 

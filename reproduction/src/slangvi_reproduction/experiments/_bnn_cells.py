@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, Normal, kl_divergence
 
-from slangvi._steps import Prior
 from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.priors import Prior
 from slangvi_reproduction.data import Standardised
 from slangvi_reproduction.data.libsvm import libsvm_splits
 from slangvi_reproduction.experiments._cells import Arrays, Attempt, Cell

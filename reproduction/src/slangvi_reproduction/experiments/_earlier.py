@@ -8,7 +8,7 @@ from typing import Any
 
 from slangvi.environment import PLATFORM
 from slangvi_reproduction.experiments._cells import Cell
-from slangvi_reproduction.experiments._results import Posterior, Row, read_about, read_posteriors, read_table
+from slangvi_reproduction.experiments.results import Posterior, Row, read_about, read_posteriors, read_table
 
 __all__ = ["Earlier", "known_cells", "label_of"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from slangvi_reproduction.experiments._cells import Cell
 from slangvi_reproduction.experiments._image_scores import METRICS
 from slangvi_reproduction.experiments._logistic_tables import Finished, finished
-from slangvi_reproduction.experiments._results import Row, aggregate, read_table
+from slangvi_reproduction.experiments.results import Row, aggregate, read_table
 
 __all__ = ["all_finished", "means_over_seeds", "method_of"]
 

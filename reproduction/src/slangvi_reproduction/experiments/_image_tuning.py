@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from slangvi_reproduction.experiments import _pages
+from slangvi_reproduction.experiments import pages
 from slangvi_reproduction.experiments._cells import Cell, read_cell, write
 from slangvi_reproduction.experiments._image_scores import METRICS
 from slangvi_reproduction.experiments._logistic_tables import Finished
-from slangvi_reproduction.experiments._results import read_table
-from slangvi_reproduction.experiments._settings import Settings
+from slangvi_reproduction.experiments.results import read_table
+from slangvi_reproduction.experiments.settings import Settings
 
 __all__ = ["Tuning", "chosen"]
 
@@ -118,13 +118,13 @@ def chosen(lines: Sequence[Mapping[str, str]], rate: str = "rate") -> str:
         [
             line["method"],
             *(f"{float(line[name]):g}" for name in _SETTINGS),
-            _pages.number(float(line[_MEASURED[0]]), None, 0.01),
-            _pages.number(float(line[_MEASURED[1]]), None, 1e-4),
+            pages.number(float(line[_MEASURED[0]]), None, 0.01),
+            pages.number(float(line[_MEASURED[1]]), None, 1e-4),
         ]
         for line in lines
         if line["chosen"] == "1"
     ]
-    return _pages.markdown(["method", "−log σ", rate, "T", "validation error, %", "validation NLL"], cells)
+    return pages.markdown(["method", "−log σ", rate, "T", "validation error, %", "validation NLL"], cells)
 
 
 def _is_readable(text: str) -> bool:

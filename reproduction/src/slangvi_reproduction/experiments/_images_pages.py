@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slangvi_reproduction.experiments import _pages
+from slangvi_reproduction.experiments import pages
 from slangvi_reproduction.experiments._image_scores import METRICS, STRANGER_METRICS
 from slangvi_reproduction.experiments._image_tables import method_of
 from slangvi_reproduction.experiments._image_tuning import Tuning, chosen
-from slangvi_reproduction.experiments._results import read_table
+from slangvi_reproduction.experiments.results import read_table
 
 __all__ = ["COLUMNS", "NAME", "STRANGER_COLUMNS", "TUNING", "TURNED_COLUMNS", "section", "verdicts"]
 
@@ -56,14 +56,14 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     turned = read_table(results / f"{NAME}-turned.csv", TURNED_COLUMNS)
     strangers = read_table(results / f"{NAME}-strangers.csv", STRANGER_COLUMNS)
     tried = read_table(results / f"{NAME}-tuning.csv", TUNING.columns)
-    parts, pictures = [ABOUT, _pages.made_by(results / f"{NAME}.json", "seeds")], list[Path]()
+    parts, pictures = [ABOUT, pages.made_by(results / f"{NAME}.json", "seeds")], list[Path]()
     parts += [f"- {line}" for line in verdicts(lines)] + [""]
     for data, network in dict.fromkeys((line["data"], line["network"]) for line in lines):
         here = [_by(table, "data", "network").get((data, network), []) for table in (lines, turned, strangers, tried)]
         picture = docs / "images" / f"results-{NAME}-{data}-{network}.png"
         _draw_turned(here[1], picture)
         parts += [f"### {SETS[data]}, {NETWORKS[network]}\n", _table(here[0]), _strangers(here[2])]
-        parts.append(_pages.image(picture, "Error, NLL and ECE against the angle by which images are turned."))
+        parts.append(pages.image(picture, "Error, NLL and ECE against the angle by which images are turned."))
         parts += ["Settings that were chosen:\n", chosen(here[3])]
         pictures.append(picture)
     return "\n".join(parts), pictures
@@ -90,20 +90,20 @@ def _table(lines: Sequence[Line]) -> str:
         [
             method,
             str(len(mine)),
-            *(_pages.mean_number(_values(mine, m), u) for m, u in zip(METRICS, (0.01, 1e-4, 1e-4, 1e-4), strict=True)),
+            *(pages.mean_number(_values(mine, m), u) for m, u in zip(METRICS, (0.01, 1e-4, 1e-4, 1e-4), strict=True)),
         ]
         for (method,), mine in _by(lines, "method").items()
     ]
-    return _pages.markdown(["method", "runs", *(_pages.METRICS[name] for name in METRICS)], cells)
+    return pages.markdown(["method", "runs", *(pages.METRICS[name] for name in METRICS)], cells)
 
 
 def _strangers(lines: Sequence[Line]) -> str:
     cells = [
-        [f"{SETS[kind]}, {method}", *(_pages.number(_mean(mine, name), None, 1e-4) for name in STRANGER_METRICS)]
+        [f"{SETS[kind]}, {method}", *(pages.number(_mean(mine, name), None, 1e-4) for name in STRANGER_METRICS)]
         for (kind, method), mine in sorted(_by(lines, "strangers", "method").items(), key=lambda pair: pair[0][0])
     ]
     header = ["strangers, method", "AUROC, entropy", "FPR95", "AUROC, information", "FPR95"]
-    return _pages.markdown(header, cells)
+    return pages.markdown(header, cells)
 
 
 def verdicts(lines: Sequence[Line]) -> list[str]:
@@ -114,14 +114,14 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
         for rival in ("map", "ivon"):
             if {"slang_8", rival} <= set(nll):
                 said = "below" if statistics.fmean(nll["slang_8"]) < statistics.fmean(nll[rival]) else "not below"
-                ours, theirs = (_pages.mean_number(nll[method], 1e-4) for method in ("slang_8", rival))
+                ours, theirs = (pages.mean_number(nll[method], 1e-4) for method in ("slang_8", rival))
                 where = f"{SETS[data]}, {NETWORKS[network]}"
                 found.append(f"{where}: the NLL of slang_8, {ours}, is {said} that of {rival}, {theirs}.")
     return found
 
 
 def _draw_turned(lines: Sequence[Line], path: Path) -> None:
-    drawn = _pages.figure(10.8, 3.4)
+    drawn = pages.figure(10.8, 3.4)
     for axes, name in zip(drawn.subplots(1, 3), METRICS[:3], strict=True):
         for (method,), mine in _by(lines, "method").items():
             points = _by(mine, "degrees")
@@ -129,7 +129,7 @@ def _draw_turned(lines: Sequence[Line], path: Path) -> None:
             axes.plot(
                 angles, [_mean(each, name) for each in points.values()], color=COLORS[method], lw=1.3, label=method
             )
-        axes.set(xlabel="degrees", ylabel=_pages.METRICS[name])
+        axes.set(xlabel="degrees", ylabel=pages.METRICS[name])
         axes.grid(alpha=0.3)
     drawn.axes[0].legend(fontsize=7)
-    _pages.save(drawn, path)
+    pages.save(drawn, path)

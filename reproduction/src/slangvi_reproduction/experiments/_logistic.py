@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slangvi._steps import Prior
 from slangvi.likelihoods import Bernoulli
+from slangvi.priors import Prior
 
 __all__ = [
     "DATASETS",

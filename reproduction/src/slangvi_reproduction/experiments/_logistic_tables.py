@@ -13,7 +13,7 @@ from slangvi_reproduction.experiments._earlier import Earlier
 from slangvi_reproduction.experiments._lockstep import METHODS
 from slangvi_reproduction.experiments._logistic import DATASETS, METRICS
 from slangvi_reproduction.experiments._logistic_cells import Recipe, plan
-from slangvi_reproduction.experiments._results import (
+from slangvi_reproduction.experiments.results import (
     Posterior,
     Row,
     aggregate,
@@ -24,8 +24,8 @@ from slangvi_reproduction.experiments._results import (
     write_rows,
     write_table,
 )
-from slangvi_reproduction.experiments._runner import Progress, run_cells
-from slangvi_reproduction.experiments._settings import Settings, choose
+from slangvi_reproduction.experiments.runner import Progress, run_cells
+from slangvi_reproduction.experiments.settings import Settings, choose
 
 __all__ = [
     "LR",

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from slangvi import plots
-from slangvi_reproduction.experiments import _pages
+from slangvi_reproduction.experiments import pages
 from slangvi_reproduction.experiments._image_scores import METRICS
 from slangvi_reproduction.experiments._image_tuning import chosen
 from slangvi_reproduction.experiments._mnist_recipes import NAME, OURS, RANKS
 from slangvi_reproduction.experiments._mnist_tables import COLUMNS, TRACE_COLUMNS, TUNING_COLUMNS
-from slangvi_reproduction.experiments._results import read_table
 from slangvi_reproduction.experiments.paper import Printed, printed
+from slangvi_reproduction.experiments.results import read_table
 
 __all__ = ["section"]
 
@@ -48,7 +48,7 @@ standard error.
 """
 BEST = 1.6
 # From light to dark as the rank grows; the others as everywhere.
-COLORS = _pages.COLORS | {
+COLORS = pages.COLORS | {
     f"slang_{rank}": color
     for rank, color in zip(RANKS, ("#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b"), strict=True)
 }
@@ -59,14 +59,14 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the pictures it wrote."""
     lines = read_table(results / f"{NAME}.csv", COLUMNS)
     paper = printed(NAME)
-    parts = [ABOUT, _pages.made_by(results / f"{NAME}.json", "seeds"), _table(lines, paper)]
+    parts = [ABOUT, pages.made_by(results / f"{NAME}.json", "seeds"), _table(lines, paper)]
     parts += ["### What holds on MNIST\n", *(f"- {line}" for line in verdicts(lines, paper)), ""]
     parts += [
         "### Settings that were chosen\n",
         chosen(read_table(results / f"{NAME}-tuning.csv", TUNING_COLUMNS), "ω or rate"),
     ]
     pictures = _pictures(results, docs / "images")
-    parts += [_pages.image(path, alt) for path, alt in pictures]
+    parts += [pages.image(path, alt) for path, alt in pictures]
     return "\n".join(parts), [path for path, _ in pictures]
 
 
@@ -88,12 +88,12 @@ def _table(lines: Sequence[Line], paper: Mapping[tuple[str, str, str], Printed])
     for method in dict.fromkeys(line["method"] for line in lines):
         mine = [line for line in lines if line["method"] == method]
         there = paper.get((NAME, METRICS[0], method.removesuffix(OURS)))
-        cells = [method, "" if there is None else _pages.number(there.mean, None, there.unit)]
+        cells = [method, "" if there is None else pages.number(there.mean, None, there.unit)]
         for name, unit in zip(METRICS, (0.01, 1e-4, 1e-4, 1e-4), strict=True):
-            cells.append(_pages.mean_number([float(line[name]) for line in mine], unit))
+            cells.append(pages.mean_number([float(line[name]) for line in mine], unit))
         found.append([*cells, mine[0]["epochs"], str(len(mine))])
-    header = ["method", "paper, error", *(_pages.METRICS[name] for name in METRICS), "epochs", "seeds"]
-    return _pages.markdown(header, found)
+    header = ["method", "paper, error", *(pages.METRICS[name] for name in METRICS), "epochs", "seeds"]
+    return pages.markdown(header, found)
 
 
 def verdicts(lines: Sequence[Line], paper: Mapping[tuple[str, str, str], Printed]) -> list[str]:
@@ -115,7 +115,7 @@ def verdicts(lines: Sequence[Line], paper: Mapping[tuple[str, str, str], Printed
             for name in METRICS[1:3]:
                 below = [rank for rank in ranks if found[f"slang_{rank}{end}"][name] < found["map"][name]]
                 told.append(
-                    f"SLANG by {kind}: {_pages.METRICS[name]} below that of `map`, {found['map'][name]:.4f}, at "
+                    f"SLANG by {kind}: {pages.METRICS[name]} below that of `map`, {found['map'][name]:.4f}, at "
                     f"{_listed(below)} of L = {_listed(ranks)}."
                 )
     return told
@@ -149,7 +149,7 @@ def _normalised(probs: torch.Tensor) -> torch.Tensor:
 def _draw_curves(results: Path, images: Path) -> Path:
     """Means over seeds; the paper's recipe in solid lines, ours dashed."""
     lines = read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS)
-    drawn = _pages.figure(9.6, 3.8)
+    drawn = pages.figure(9.6, 3.8)
     for axes, name in zip(drawn.subplots(1, 2), TRACE_COLUMNS[3:], strict=True):
         for method in dict.fromkeys(line["method"] for line in lines):
             points: dict[int, list[float]] = {}
@@ -161,17 +161,17 @@ def _draw_curves(results: Path, images: Path) -> Path:
             axes.plot(
                 list(points), list(map(statistics.fmean, points.values())), style, color=color, lw=1.2, label=method
             )
-        axes.set(xscale="log", yscale="log", xlabel="epochs", ylabel=_pages.METRICS[name])
+        axes.set(xscale="log", yscale="log", xlabel="epochs", ylabel=pages.METRICS[name])
         axes.grid(alpha=0.3, which="both")
     drawn.legend(*axes.get_legend_handles_labels(), fontsize=7, ncols=9, loc="outside upper center")
     path = images / f"results-{NAME}-curves.png"
-    _pages.save(drawn, path)
+    pages.save(drawn, path)
     return path
 
 
 def _draw_uncertainty(kept: Mapping[str, Any], probs: Mapping[str, torch.Tensor], path: Path) -> None:
     labels = kept["labels"].long()
-    drawn = _pages.figure(9.6, 8.4)
+    drawn = pages.figure(9.6, 8.4)
     axes = drawn.subplots(2, 2).ravel()
     for method, each in probs.items():
         plots.reliability_diagram(each, labels, ax=axes[0], label=method)
@@ -183,4 +183,4 @@ def _draw_uncertainty(kept: Mapping[str, Any], probs: Mapping[str, torch.Tensor]
     index = kept["uncertain"].long()
     plots.most_uncertain(kept["images"], probs[shown][index], labels[index], count=len(index), ax=axes[3])
     axes[3].set_title(f"least certain of {shown}: predicted (true)", fontsize=9)
-    _pages.save(drawn, path)
+    pages.save(drawn, path)

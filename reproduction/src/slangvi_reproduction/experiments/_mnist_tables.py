@@ -20,8 +20,8 @@ from slangvi_reproduction.experiments._image_tables import all_finished, means_o
 from slangvi_reproduction.experiments._image_tuning import Tuning
 from slangvi_reproduction.experiments._logistic_tables import Finished, Outcome, finished
 from slangvi_reproduction.experiments._mnist_recipes import METHODS, NAME, OURS
-from slangvi_reproduction.experiments._results import write_about, write_table
-from slangvi_reproduction.experiments._settings import Settings
+from slangvi_reproduction.experiments.results import write_about, write_table
+from slangvi_reproduction.experiments.settings import Settings
 
 __all__ = ["COLUMNS", "PICTURED", "TRACE_COLUMNS", "TUNING", "TUNING_COLUMNS", "save"]
 

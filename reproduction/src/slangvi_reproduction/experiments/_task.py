@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi._steps import Cosine, InverseTime, Prior, by_equal_factors, slow_precision
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
+from slangvi.priors import Prior
+from slangvi.schedules import Cosine, InverseTime, by_equal_factors, slow_precision
 
 __all__ = ["BIAS_PRECISION", "FALLS", "Cosine", "LogProb", "Task", "bernoulli", "categorical", "gaussian"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slangvi import bbb, full
-from slangvi._steps import Rate, warmed_up
 from slangvi.grads.dense import DenseGradients
+from slangvi.schedules import Rate, warmed_up
 from slangvi_reproduction.experiments._adam_learners import Reparameterised
 from slangvi_reproduction.experiments._cells import Arrays
 from slangvi_reproduction.experiments._learners import Learner, LowRank

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slangvi_reproduction.experiments import _pages
+from slangvi_reproduction.experiments import pages
 from slangvi_reproduction.experiments._cubic import INSIDE, problem
-from slangvi_reproduction.experiments._results import Row, read_table
+from slangvi_reproduction.experiments.results import Row, read_table
 
 __all__ = ["ABOUT", "GRID_COLUMNS", "TRACE_COLUMNS", "figures", "said", "table"]
 
@@ -18,7 +18,7 @@ TRACE_COLUMNS = ("method", "seed", "step", "elbo", "selected")
 # Columns of the table on the page: what stands behind "inside" and "outside".
 WHERE, ENDS = ("inside", "outside"), {"sd_log_ratio": "", "y_sd_log_ratio": ", with noise", "sd_log_bias": ", signed"}
 TITLES = {"slang_1": "SLANG-1", "slang_5": "SLANG-5", "bbb": "BBB", "full": "full Gaussian", "hmc": "HMC"}
-COLORS = {**_pages.COLORS, "bbb": "#d7301f", "full": "#737373", "hmc": "#000000"}
+COLORS = {**pages.COLORS, "bbb": "#d7301f", "full": "#737373", "hmc": "#000000"}
 ABOUT = """\
 A network of ten rectified units fitted to 30 points of $y = x^3 + \\varepsilon$, $x \\sim U[-4, 4]$,
 $\\varepsilon \\sim N(0, 9)$, as in the paper's appendix. All data and 100 draws in every step, rates of mean and
@@ -48,7 +48,7 @@ def table(rows: Sequence[Row], cells: Mapping[str, Any]) -> str:
         elbo = cells[f"cubic {method}"].get("elbo")
         numbers = [f"{row.mean:.3f} ± {row.standard_error:.3f}" for row in mine]
         lines.append([method, *numbers, f"{statistics.fmean(elbo):.2f}" if elbo else ""])
-    return _pages.markdown(["method", *(title for *_, title in places), "ELBO"], lines)
+    return pages.markdown(["method", *(title for *_, title in places), "ELBO"], lines)
 
 
 def said(rows: Sequence[Row], cells: Mapping[str, Any]) -> list[str]:
@@ -64,7 +64,7 @@ def said(rows: Sequence[Row], cells: Mapping[str, Any]) -> list[str]:
         mine, theirs = found.get((region, "slang_5")), found.get((region, "bbb"))
         if mine is not None and theirs is not None:
             verdict = "nearer to HMC than" if mine < theirs else "not nearer to HMC than"
-            lines.append(f"- {_pages.DATASETS[region]}: slang_5 is {verdict} bbb, {mine:.3f} against {theirs:.3f}.")
+            lines.append(f"- {pages.DATASETS[region]}: slang_5 is {verdict} bbb, {mine:.3f} against {theirs:.3f}.")
     return lines
 
 
@@ -79,7 +79,7 @@ def figures(results: Path, docs: Path, name: str, settings: Mapping[str, Any]) -
     _draw_curves(grid, _best_seeds(traces), settings, paths[0])
     _draw_traces(traces, paths[1])
     alts = ["Data, means and bands of every method beside those of HMC.", "ELBO against steps for every seed."]
-    return "\n".join(_pages.image(path, alt) for path, alt in zip(paths, alts, strict=True)), paths
+    return "\n".join(pages.image(path, alt) for path, alt in zip(paths, alts, strict=True)), paths
 
 
 def _best_seeds(traces: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -96,7 +96,7 @@ def _draw_curves(
     for method in dict.fromkeys(line["method"] for line in grid):
         lines = [line for line in grid if (line["method"], line["seed"]) == (method, seeds.get(method, "0"))]
         curves[method] = [[float(line[name]) for line in lines] for name in ("x", "mean", "sd")]
-    figure = _pages.figure(11.0, 6.4)
+    figure = pages.figure(11.0, 6.4)
     panels = list(figure.subplots(2, 3).flat)
     data = problem(settings["num_data"], settings["data_seed"], settings["hidden"], settings["prior_precision"])
     points = (data.x * data.scale[0] + data.centre[0]).tolist(), data.unscaled(data.y).tolist()
@@ -106,7 +106,7 @@ def _draw_curves(
     for axes in panels[len(curves) : -1]:
         axes.axis("off")
     _draw_deviations(panels[-1], curves)
-    _pages.save(figure, path)
+    pages.save(figure, path)
 
 
 def _draw_bands(axes: Any, method: str, curve: list[list[float]], reference: list[list[float]]) -> None:
@@ -140,7 +140,7 @@ def _draw_deviations(axes: Any, curves: Mapping[str, list[list[float]]]) -> None
 def _draw_traces(traces: Sequence[Mapping[str, str]], path: Path) -> None:
     """Every seed, a star where it was selected; a panel for each method, on one scale."""
     methods = list(dict.fromkeys(line["method"] for line in traces))
-    figure = _pages.figure(2.8 * len(methods), 3.0)
+    figure = pages.figure(2.8 * len(methods), 3.0)
     best = max(float(line["elbo"]) for line in traces)
     for axes, method in zip(figure.subplots(1, len(methods), squeeze=False, sharey=True)[0], methods, strict=True):
         mine = [line for line in traces if line["method"] == method]
@@ -151,7 +151,7 @@ def _draw_traces(traces: Sequence[Mapping[str, str]], path: Path) -> None:
         axes.set(title=TITLES[method], xlabel="steps", ylim=(best - 25.0, best + 1.0))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("ELBO")
-    _pages.save(figure, path)
+    pages.save(figure, path)
 
 
 def _columns(lines: Sequence[Mapping[str, str]]) -> tuple[list[float], list[float]]:

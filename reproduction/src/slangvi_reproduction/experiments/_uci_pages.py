@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slangvi_reproduction.experiments import _pages
-from slangvi_reproduction.experiments._results import Row
+from slangvi_reproduction.experiments import pages
 from slangvi_reproduction.experiments._uci_cells import METRICS
 from slangvi_reproduction.experiments._uci_tables import HIGHER
 from slangvi_reproduction.experiments.paper import Printed
+from slangvi_reproduction.experiments.results import Row
 
 __all__ = ["Paper", "gain", "said", "table", "verdict"]
 
@@ -21,12 +21,12 @@ def table(rows: Sequence[Row], paper: Paper) -> str:
     for row in rows:
         there = paper.get(row[:3])
         unit = 1e-4 if row.dataset == "naval" and row.metric == "test_rmse" else 1e-3
-        cells = [f"{_pages.DATASETS[row.dataset]}, {row.method}"]
-        cells.append("" if there is None else _pages.number(there.mean, there.standard_error, there.unit))
-        cells += [_pages.number(row.mean, row.standard_error, unit), _pages.number(row.median, None, unit)]
-        cells += [_pages.number(row.worst, None, unit), "" if there is None else verdict(row, there)]
+        cells = [f"{pages.DATASETS[row.dataset]}, {row.method}"]
+        cells.append("" if there is None else pages.number(there.mean, there.standard_error, there.unit))
+        cells += [pages.number(row.mean, row.standard_error, unit), pages.number(row.median, None, unit)]
+        cells += [pages.number(row.worst, None, unit), "" if there is None else verdict(row, there)]
         lines.append(cells)
-    return _pages.markdown(["data, method", "paper", "ours", "median", "worst split", ""], lines)
+    return pages.markdown(["data, method", "paper", "ours", "median", "worst split", ""], lines)
 
 
 def gain(row: Row, than: float) -> float:
@@ -49,11 +49,11 @@ def said(method: str, rows: Sequence[Row], paper: Paper) -> list[str]:
     for metric in METRICS if verdicts else ():
         told = [each for key, each in verdicts.items() if key[1] == metric]
         good, better = sum("✓" in each for each in told), sum("better" in each for each in told)
-        what = f"{method}, {_pages.METRICS[metric]}"
+        what = f"{method}, {pages.METRICS[metric]}"
         found.append(f"{what}: as good as the paper's on {good} of {len(told)} sets, better on {better}.")
     ratios = {key[0]: row.worst / row.median for key, row in mine.items() if key[1] == "test_rmse"}
     if ratios:
         most = max(ratios, key=lambda name: ratios[name])
-        where = f"{ratios[most]:.2f} times the median's ({_pages.DATASETS[most]})"
+        where = f"{ratios[most]:.2f} times the median's ({pages.DATASETS[most]})"
         found.append(f"{method}: the worst split's RMSE is at most {where}.")
     return found

@@ -11,9 +11,9 @@ from slangvi_reproduction.experiments._about import about_run
 from slangvi_reproduction.experiments._cells import Cell
 from slangvi_reproduction.experiments._earlier import Earlier
 from slangvi_reproduction.experiments._logistic_tables import TRACE_COLUMNS, Finished, Outcome, finished, trace_lines
-from slangvi_reproduction.experiments._results import aggregate, refuse_shorter, write_about, write_rows, write_table
-from slangvi_reproduction.experiments._runner import Progress, run_cells
-from slangvi_reproduction.experiments._settings import Settings
+from slangvi_reproduction.experiments.results import aggregate, refuse_shorter, write_about, write_rows, write_table
+from slangvi_reproduction.experiments.runner import Progress, run_cells
+from slangvi_reproduction.experiments.settings import Settings
 
 __all__ = ["HIGHER", "Along", "Columns", "run_table"]
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from slangvi_reproduction.data.libsvm import LIBSVM, load_libsvm
-from slangvi_reproduction.experiments import _pages
+from slangvi_reproduction.experiments import pages
 from slangvi_reproduction.experiments._bnn_cells import METRICS, PRIOR_PRECISION, settings_of
 from slangvi_reproduction.experiments._cells import Cell
 from slangvi_reproduction.experiments._logistic import DATASETS as SETS
 from slangvi_reproduction.experiments._logistic_tables import TRACE_COLUMNS, Outcome
-from slangvi_reproduction.experiments._results import read_rows, read_table
-from slangvi_reproduction.experiments._runner import Progress
-from slangvi_reproduction.experiments._settings import Settings, choose
 from slangvi_reproduction.experiments._task import BIAS_PRECISION
 from slangvi_reproduction.experiments._uci_tables import run_table
+from slangvi_reproduction.experiments.results import read_rows, read_table
+from slangvi_reproduction.experiments.runner import Progress
+from slangvi_reproduction.experiments.settings import Settings, choose
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]
 
@@ -109,11 +109,11 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the pictures it wrote."""
     rows, traces = read_rows(results / f"{NAME}.csv"), read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS)
-    parts, pictures = [ABOUT, _pages.made_by(results / f"{NAME}.json", "seeds")], list[Path]()
+    parts, pictures = [ABOUT, pages.made_by(results / f"{NAME}.json", "seeds")], list[Path]()
     for metric, short in zip(METRICS, ("elbo", "nll"), strict=True):
-        label, picture = _pages.METRICS[metric], docs / "images" / f"results-{NAME}-{short}.png"
-        _pages.panels([line for line in traces if line["metric"] == metric], METHODS, label, picture)
-        parts.append(_pages.image(picture, f"{label} of networks against iterations for three data sets."))
-        parts.append(_pages.ends([row for row in rows if row.metric == metric], f"{label} at the end"))
+        label, picture = pages.METRICS[metric], docs / "images" / f"results-{NAME}-{short}.png"
+        pages.panels([line for line in traces if line["metric"] == metric], METHODS, label, picture)
+        parts.append(pages.image(picture, f"{label} of networks against iterations for three data sets."))
+        parts.append(pages.ends([row for row in rows if row.metric == metric], f"{label} at the end"))
         pictures.append(picture)
     return "\n".join(parts), pictures

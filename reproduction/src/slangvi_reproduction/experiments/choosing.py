@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slangvi_reproduction.experiments import _images_pages, _mnist_tables, _pages
+from slangvi_reproduction.experiments import _images_pages, _mnist_tables, pages
 from slangvi_reproduction.experiments._image_scores import METRICS
 from slangvi_reproduction.experiments._mnist_recipes import OURS
-from slangvi_reproduction.experiments._results import Row, read_about, read_rows, read_table
+from slangvi_reproduction.experiments.results import Row, read_about, read_rows, read_table
 
 __all__ = ["fill", "tables"]
 
@@ -96,7 +96,7 @@ def _networks(results: Path) -> str:
     for metric in ("test_log_likelihood", "test_rmse"):
         rows = [row for row in _rows(results, "uci") if row.metric == metric]
         if rows:
-            parts.append(f"{_pages.METRICS[metric]} on test data:\n")
+            parts.append(f"{pages.METRICS[metric]} on test data:\n")
         parts.append(_grid(rows, tuple(dict.fromkeys(row.method for row in rows)), "uci"))
     return "\n".join(dict.fromkeys(parts))  # without results both say the same
 
@@ -115,10 +115,10 @@ def _images(results: Path) -> str:
             if name == metric:
                 found.setdefault((place, method), []).append(value)
         shown = [place for place in places if any(place == key for key, _ in found)]
-        means = {key: _pages.number(statistics.fmean(values), None, unit) for key, values in found.items()}
+        means = {key: pages.number(statistics.fmean(values), None, unit) for key, values in found.items()}
         cells = [[place, *(means.get((place, method), "") for method in methods)] for place in shown]
         header = ["data", *(f"`{method}`" for method in methods)]
-        parts += [f"{_pages.METRICS.get(metric, metric)}:\n", _pages.markdown(header, cells)]
+        parts += [f"{pages.METRICS.get(metric, metric)}:\n", pages.markdown(header, cells)]
     return "\n".join(parts)
 
 
@@ -148,19 +148,19 @@ def _grid(rows: Sequence[Row], methods: Iterable[str], name: str) -> str:
         return f"Not run yet: `slangvi reproduce {name}`.\n"
     datasets = list(dict.fromkeys(row.dataset for row in rows))
     found = {(row.dataset, row.method): _short(row) for row in rows}
-    names, labels = list(methods), [_pages.DATASETS[dataset] for dataset in datasets]
+    names, labels = list(methods), [pages.DATASETS[dataset] for dataset in datasets]
     if len(datasets) > len(names):  # many data sets would make the table too wide
         lines = [[label, *(found.get((d, m), "") for m in names)] for d, label in zip(datasets, labels, strict=True)]
-        return _pages.markdown(["data", *(f"`{m}`" for m in names)], lines)
+        return pages.markdown(["data", *(f"`{m}`" for m in names)], lines)
     lines = [[f"`{m}`", *(found.get((d, m), "") for d in datasets)] for m in names]
-    return _pages.markdown(["method", *labels], lines)
+    return pages.markdown(["method", *labels], lines)
 
 
 def _short(row: Row) -> str:
     """Three digits, four where methods hardly differ, and the standard error to the same decimals."""
     digits = 3 if row.metric in ("symmetric_kl", "sd_log_ratio") else 4
     size = math.floor(math.log10(abs(row.mean))) if row.mean else 0
-    return _pages.number(row.mean, row.standard_error, min(1.0, 10.0 ** (size - digits + 1)))
+    return pages.number(row.mean, row.standard_error, min(1.0, 10.0 ** (size - digits + 1)))
 
 
 def _costs(benchmarks: Path) -> str:
@@ -182,7 +182,7 @@ def _costs(benchmarks: Path) -> str:
         for rows in found:
             cells += [_size(rows[key][what]) for what in ("ratio", "extra_mb")] if key in rows else ["", ""]
         lines.append(cells)
-    return _pages.markdown(header, lines)
+    return pages.markdown(header, lines)
 
 
 def _size(value: float) -> str:

@@ -18,9 +18,9 @@ from slangvi_reproduction.experiments._image_scores import METRICS
 from slangvi_reproduction.experiments._image_tables import all_finished, means_over_seeds
 from slangvi_reproduction.experiments._images_pages import COLUMNS, NAME, STRANGER_COLUMNS, TUNING, TURNED_COLUMNS
 from slangvi_reproduction.experiments._logistic_tables import Finished, Outcome, finished
-from slangvi_reproduction.experiments._results import refuse_shorter, write_about, write_table
-from slangvi_reproduction.experiments._runner import Progress, run_cells
-from slangvi_reproduction.experiments._settings import Settings, choose
+from slangvi_reproduction.experiments.results import refuse_shorter, write_about, write_table
+from slangvi_reproduction.experiments.runner import Progress, run_cells
+from slangvi_reproduction.experiments.settings import Settings, choose
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]
 

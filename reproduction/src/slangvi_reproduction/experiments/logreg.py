@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from time import perf_counter
 
-from slangvi_reproduction.experiments import _logistic, _pages
+from slangvi_reproduction.experiments import _logistic, pages
 from slangvi_reproduction.experiments._agreement import judge, orders, summary
 from slangvi_reproduction.experiments._logistic_tables import Outcome, compute, main_recipe, metric_rows, save
-from slangvi_reproduction.experiments._results import Row, read_about, read_rows
-from slangvi_reproduction.experiments._runner import Progress
-from slangvi_reproduction.experiments._settings import Settings
 from slangvi_reproduction.experiments.paper import printed
+from slangvi_reproduction.experiments.results import Row, read_about, read_rows
+from slangvi_reproduction.experiments.runner import Progress
+from slangvi_reproduction.experiments.settings import Settings
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]
 
@@ -58,15 +58,15 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     rows = read_rows(results / f"{NAME}.csv")
     picture = docs / "images" / "results-logreg.png"
     _plot(rows, picture)
-    parts = [ABOUT, _pages.made_by(results / f"{NAME}.json"), _pages.image(picture, "Paper and ours, all metrics.")]
+    parts = [ABOUT, pages.made_by(results / f"{NAME}.json"), pages.image(picture, "Paper and ours, all metrics.")]
     for dataset in dict.fromkeys(row.dataset for row in rows):
-        parts.append(f"### {_pages.DATASETS[dataset]}\n")
+        parts.append(f"### {pages.DATASETS[dataset]}\n")
         if dataset == "usps_3vs5":
             parts.append(ABOUT_USPS)
         mine = [row for row in rows if row.dataset == dataset]
         verdicts = judge(mine, printed(NAME))
         for metric in dict.fromkeys(row.metric for row in mine):
-            parts.append(_pages.comparison([v for v in verdicts if v.row.metric == metric]))
+            parts.append(pages.comparison([v for v in verdicts if v.row.metric == metric]))
     said = [*summary(judge(rows, printed(NAME))), *orders(rows), *_exactness(results / f"{NAME}.json")]
     parts += ["### What holds\n", *(f"- {line}" for line in said), ""]
     return "\n".join(parts), [picture]
@@ -84,7 +84,7 @@ def _plot(rows: list[Row], path: Path) -> None:
     datasets, metrics = (
         list(dict.fromkeys(values)) for values in zip(*((r.dataset, r.metric) for r in rows), strict=True)
     )
-    figure = _pages.figure(10, 0.6 + 2.3 * len(datasets))
+    figure = pages.figure(10, 0.6 + 2.3 * len(datasets))
     grid = figure.subplots(len(datasets), len(metrics), squeeze=False)
     for line, dataset in zip(grid, datasets, strict=True):
         for axes, metric in zip(line, metrics, strict=True):
@@ -93,7 +93,7 @@ def _plot(rows: list[Row], path: Path) -> None:
                 mine = [row for row in mine if row.method != "full_exact"]
                 axes.set_xscale("log")
             places = range(len(mine), 0, -1)
-            colors = [_pages.COLORS[row.method] for row in mine]
+            colors = [pages.COLORS[row.method] for row in mine]
             axes.scatter([paper[row[:3]].mean for row in mine], places, s=42, facecolors="none", edgecolors="0.4")
             axes.scatter([row.mean for row in mine], places, s=12, c=colors)
             axes.hlines(
@@ -104,7 +104,7 @@ def _plot(rows: list[Row], path: Path) -> None:
             )
             axes.set_yticks(places, [row.method for row in mine], fontsize=7)
             axes.tick_params(axis="x", labelsize=7)
-            axes.set_title(f"{_pages.DATASETS[dataset]}: {_pages.METRICS[metric]}", fontsize=8)
+            axes.set_title(f"{pages.DATASETS[dataset]}: {pages.METRICS[metric]}", fontsize=8)
             axes.grid(alpha=0.3)
     figure.supxlabel("dots and lines: ours ± standard error; rings: paper", fontsize=8)
-    _pages.save(figure, path)
+    pages.save(figure, path)

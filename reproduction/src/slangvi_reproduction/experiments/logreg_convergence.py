@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from time import perf_counter
 
-from slangvi_reproduction.experiments import _pages
+from slangvi_reproduction.experiments import pages
 from slangvi_reproduction.experiments._logistic_cells import Recipe
 from slangvi_reproduction.experiments._logistic_tables import (
     TRACE_COLUMNS,
@@ -15,10 +15,10 @@ from slangvi_reproduction.experiments._logistic_tables import (
     save,
     trace_lines,
 )
-from slangvi_reproduction.experiments._results import read_rows, read_table
-from slangvi_reproduction.experiments._runner import Progress
-from slangvi_reproduction.experiments._settings import Settings
 from slangvi_reproduction.experiments.paper import learning_rates
+from slangvi_reproduction.experiments.results import read_rows, read_table
+from slangvi_reproduction.experiments.runner import Progress
+from slangvi_reproduction.experiments.settings import Settings
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]
 
@@ -60,7 +60,7 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the picture it wrote."""
     rows = [row for row in read_rows(results / f"{NAME}.csv") if row.metric == "negative_elbo_per_example"]
     picture = docs / "images" / "results-logreg-convergence.png"
-    _pages.panels(read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS), DRAWN, "−ELBO/N", picture)
-    table = _pages.ends(rows, "−ELBO/N at the end")
-    image = _pages.image(picture, "Negative ELBO against iterations for three data sets.")
-    return "\n".join([ABOUT, _pages.made_by(results / f"{NAME}.json"), image, table]), [picture]
+    pages.panels(read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS), DRAWN, "−ELBO/N", picture)
+    table = pages.ends(rows, "−ELBO/N at the end")
+    image = pages.image(picture, "Negative ELBO against iterations for three data sets.")
+    return "\n".join([ABOUT, pages.made_by(results / f"{NAME}.json"), image, table]), [picture]

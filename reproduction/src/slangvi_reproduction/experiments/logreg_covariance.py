@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from slangvi_reproduction.experiments import _logistic, _pages, logreg
+from slangvi_reproduction.experiments import _logistic, logreg, pages
 from slangvi_reproduction.experiments._logistic_cells import Recipe
 from slangvi_reproduction.experiments._logistic_tables import Outcome, compute, main_recipe, posteriors, save
-from slangvi_reproduction.experiments._results import (
+from slangvi_reproduction.experiments.paper import printed
+from slangvi_reproduction.experiments.results import (
     Posterior,
     Row,
     aggregate,
@@ -21,9 +22,8 @@ from slangvi_reproduction.experiments._results import (
     read_rows,
     write_posteriors,
 )
-from slangvi_reproduction.experiments._runner import Progress
-from slangvi_reproduction.experiments._settings import Settings, choose
-from slangvi_reproduction.experiments.paper import printed
+from slangvi_reproduction.experiments.runner import Progress
+from slangvi_reproduction.experiments.settings import Settings, choose
 
 __all__ = ["DATASETS", "METHODS", "bias_rows", "run", "section"]
 
@@ -98,12 +98,12 @@ def bias_rows(found: Mapping[str, Posterior]) -> list[Row]:
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the pictures it wrote."""
     rows, found = read_rows(results / f"{NAME}.csv"), read_posteriors(results / POSTERIORS)
-    parts, pictures = [ABOUT, _pages.made_by(results / f"{NAME}.json")], []
+    parts, pictures = [ABOUT, pages.made_by(results / f"{NAME}.json")], []
     for dataset in dict.fromkeys(row.dataset for row in rows):
         mine = {name.split("/")[1]: q for name, q in found.items() if name.startswith(f"{dataset}/")}
         pictures.append(docs / "images" / f"results-logreg-covariance-{dataset.replace('_', '-')}.png")
         _plot(dataset, {method: mine[method] for method in METHODS if method in mine}, pictures[-1])
-        parts.append(_pages.image(pictures[-1], f"Covariances, means and variances on {_pages.DATASETS[dataset]}."))
+        parts.append(pages.image(pictures[-1], f"Covariances, means and variances on {pages.DATASETS[dataset]}."))
     return "\n".join([*parts, _table(rows)]), pictures
 
 
@@ -113,31 +113,31 @@ def _table(rows: list[Row]) -> str:
     header = ["the bias", "method", "mean, paper", "mean, ours", "variance, paper", "variance, ours"]
     lines = []
     for dataset, method in dict.fromkeys((row.dataset, row.method) for row in rows):
-        line = [_pages.DATASETS[dataset], method]
+        line = [pages.DATASETS[dataset], method]
         for metric in ("bias_mean", "bias_variance"):
             key = (dataset, metric, method)
             line += [f"{paper[key].mean:.2f}", f"{ours[key]:.2f}"]
         lines.append(line)
-    return _pages.markdown(header, lines)
+    return pages.markdown(header, lines)
 
 
 def _plot(dataset: str, found: Mapping[str, Posterior], path: Path) -> None:
     """Maps of covariances on the left, means above variances on the right; the bias is left out."""
-    figure = _pages.figure(10, 4.6)
+    figure = pages.figure(10, 4.6)
     left, right = figure.subfigures(1, 2, width_ratios=[1, 1.15])
     _maps(left, {method: found[method].covariance[1:, 1:] for method in MAPS if method in found})
     top, bottom = right.subplots(2, 1, sharex=True)
     for method, q in found.items():
-        style = {"color": _pages.COLORS[method], "lw": 0.9, "label": method}
+        style = {"color": pages.COLORS[method], "lw": 0.9, "label": method}
         places = np.arange(1, len(q.loc))
         top.plot(places, q.loc[1:], **style)
         bottom.plot(places, np.diag(q.covariance)[1:], **style)
-    top.set(ylabel="mean", title=_pages.DATASETS[dataset])
+    top.set(ylabel="mean", title=pages.DATASETS[dataset])
     bottom.set(ylabel="variance", xlabel="weight", yscale="log")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     top.legend(fontsize=7, ncols=len(found), loc="upper center", bbox_to_anchor=(0.5, 1.32), frameon=False)
-    _pages.save(figure, path)
+    pages.save(figure, path)
 
 
 def _maps(figure: Any, covariances: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from slangvi_reproduction.experiments import _logistic, _pages, logreg
+from slangvi_reproduction.experiments import _logistic, logreg, pages
 from slangvi_reproduction.experiments._agreement import REFERENCE, Verdict, judge, summary
 from slangvi_reproduction.experiments._logistic_cells import plan
 from slangvi_reproduction.experiments._logistic_tables import (
@@ -19,10 +19,10 @@ from slangvi_reproduction.experiments._logistic_tables import (
     save,
     trace_lines,
 )
-from slangvi_reproduction.experiments._results import Row, read_rows, read_table
-from slangvi_reproduction.experiments._runner import Progress
-from slangvi_reproduction.experiments._settings import Settings
 from slangvi_reproduction.experiments.paper import printed
+from slangvi_reproduction.experiments.results import Row, read_rows, read_table
+from slangvi_reproduction.experiments.runner import Progress
+from slangvi_reproduction.experiments.settings import Settings
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]
 
@@ -53,22 +53,22 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the pictures it wrote."""
     rows = read_rows(results / f"{NAME}.csv")
-    parts = [ABOUT, _pages.made_by(results / f"{NAME}.json")]
+    parts = [ABOUT, pages.made_by(results / f"{NAME}.json")]
     pictures = []
     if (results / f"{NAME}-trace.csv").is_file():
         pictures.append(docs / "images" / "results-logreg-online-eig.png")
         _plot(results, pictures[0])
-        parts.append(_pages.image(pictures[0], "KL on USPS along the way, and over splits at the end."))
+        parts.append(pages.image(pictures[0], "KL on USPS along the way, and over splits at the end."))
         parts.append(
             "*USPS. Left: symmetric KL to `full_exact` along the way, mean over splits. Right: the same at the end, "
             "over splits.*\n"
         )
     every = _judged(rows, results)
     for dataset in dict.fromkeys(row.dataset for row in rows):
-        parts.append(f"### OnlineEig on {_pages.DATASETS[dataset]}\n")
+        parts.append(f"### OnlineEig on {pages.DATASETS[dataset]}\n")
         verdicts = [verdict for verdict in every if verdict.row.dataset == dataset]
         for metric in dict.fromkeys(verdict.row.metric for verdict in verdicts):
-            parts.append(_pages.comparison([v for v in verdicts if v.row.metric == metric]))
+            parts.append(pages.comparison([v for v in verdicts if v.row.metric == metric]))
     parts += ["### What holds for OnlineEig\n", *(f"- {line}" for line in summary(every)), ""]
     return "\n".join(parts), pictures
 
@@ -84,14 +84,14 @@ def _judged(rows: list[Row], results: Path) -> list[Verdict]:
 def _plot(results: Path, path: Path) -> None:
     traces = read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS)
     splits = [line for line in read_table(results / f"{NAME}-splits.csv", SPLIT_COLUMNS) if line["dataset"] == DRAWN]
-    figure = _pages.figure(9, 3.4)
+    figure = pages.figure(9, 3.4)
     left, right = figure.subplots(1, 2, width_ratios=[1.5, 1])
     for method in dict.fromkeys(line["method"] for line in traces):
-        _pages.curve(left, [line for line in traces if line["method"] == method], method)
+        pages.curve(left, [line for line in traces if line["method"] == method], method)
     left.set(xscale="log", yscale="log", xlabel="iterations", ylabel="symmetric KL")
     left.legend(fontsize=8)
     _boxes(right, splits)
-    _pages.save(figure, path)
+    pages.save(figure, path)
 
 
 def _boxes(axes: Any, splits: list[dict[str, str]]) -> None:

@@ -14,9 +14,9 @@ from slangvi_reproduction.experiments._logistic_tables import Outcome
 from slangvi_reproduction.experiments._mnist_recipes import METHODS as RECIPES
 from slangvi_reproduction.experiments._mnist_recipes import NAME, table
 from slangvi_reproduction.experiments._mnist_tables import TUNING, save
-from slangvi_reproduction.experiments._results import refuse_shorter
-from slangvi_reproduction.experiments._runner import Progress, run_cells
-from slangvi_reproduction.experiments._settings import Settings, choose
+from slangvi_reproduction.experiments.results import refuse_shorter
+from slangvi_reproduction.experiments.runner import Progress, run_cells
+from slangvi_reproduction.experiments.settings import Settings, choose
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]
 

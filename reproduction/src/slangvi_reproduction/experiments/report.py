@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from slangvi_reproduction.experiments import EXPERIMENTS, choosing, module_name
-from slangvi_reproduction.experiments._results import read_about
+from slangvi_reproduction.experiments.results import read_about
 
 __all__ = ["write"]
 

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slangvi_reproduction.experiments import _pages, _toy_pages
+from slangvi_reproduction.experiments import _toy_pages, pages
 from slangvi_reproduction.experiments._about import about_run
 from slangvi_reproduction.experiments._cells import Arrays, Cell, Stored
 from slangvi_reproduction.experiments._cubic import GRID, INSIDE, NOISE
 from slangvi_reproduction.experiments._earlier import Earlier
 from slangvi_reproduction.experiments._logistic_tables import Finished, Outcome, finished
-from slangvi_reproduction.experiments._results import (
+from slangvi_reproduction.experiments._toy_learners import LEARNERS
+from slangvi_reproduction.experiments.results import (
     Row,
     aggregate,
     read_about,
@@ -26,9 +27,8 @@ from slangvi_reproduction.experiments._results import (
     write_rows,
     write_table,
 )
-from slangvi_reproduction.experiments._runner import Progress, run_cells
-from slangvi_reproduction.experiments._settings import Settings, choose
-from slangvi_reproduction.experiments._toy_learners import LEARNERS
+from slangvi_reproduction.experiments.runner import Progress, run_cells
+from slangvi_reproduction.experiments.settings import Settings, choose
 
 __all__ = ["DATASETS", "METHODS", "METRICS", "REGIONS", "run", "section"]
 
@@ -223,5 +223,5 @@ def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     rows, about = read_rows(results / f"{NAME}.csv"), read_about(results / f"{NAME}.json")
     text, pictures = _toy_pages.figures(results, docs, NAME, about["settings"])
     said = _toy_pages.said(rows, about["cells"])
-    made = _pages.made_by(results / f"{NAME}.json")
+    made = pages.made_by(results / f"{NAME}.json")
     return "\n".join([_toy_pages.ABOUT, made, text, _toy_pages.table(rows, about["cells"]), *said, ""]), pictures

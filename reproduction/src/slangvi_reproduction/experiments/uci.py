@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slangvi_reproduction.experiments import _pages
+from slangvi_reproduction.experiments import pages
 from slangvi_reproduction.experiments._cells import Cell
 from slangvi_reproduction.experiments._logistic_tables import Outcome
-from slangvi_reproduction.experiments._results import read_rows
-from slangvi_reproduction.experiments._runner import Progress
-from slangvi_reproduction.experiments._settings import Settings, choose
 from slangvi_reproduction.experiments._uci_cells import METRICS, SETS, settings_of
 from slangvi_reproduction.experiments._uci_pages import Paper, said, table
 from slangvi_reproduction.experiments._uci_tables import run_table
 from slangvi_reproduction.experiments.paper import printed
+from slangvi_reproduction.experiments.results import read_rows
+from slangvi_reproduction.experiments.runner import Progress
+from slangvi_reproduction.experiments.settings import Settings, choose
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]
 
@@ -159,9 +159,9 @@ def _paper() -> Paper:
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the pictures it wrote."""
     rows, paper = read_rows(results / f"{NAME}.csv"), _paper()
-    parts = [ABOUT, _pages.made_by(results / f"{NAME}.json")]
+    parts = [ABOUT, pages.made_by(results / f"{NAME}.json")]
     for metric in METRICS:
-        parts.append(f"### {_pages.METRICS[metric]}\n")
+        parts.append(f"### {pages.METRICS[metric]}\n")
         parts.append(table([row for row in rows if row.metric == metric], paper))
     lines = [line for method in METHODS for line in said(method, rows, paper)]
     parts += ["### What holds for networks\n", *(f"- {line}" for line in lines), ""]

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slangvi_reproduction.experiments import _pages, uci
+from slangvi_reproduction.experiments import pages, uci
 from slangvi_reproduction.experiments._cells import Cell
 from slangvi_reproduction.experiments._logistic_tables import TRACE_COLUMNS, Outcome
-from slangvi_reproduction.experiments._results import Row, read_rows, read_table
-from slangvi_reproduction.experiments._runner import Progress
-from slangvi_reproduction.experiments._settings import Settings, choose
 from slangvi_reproduction.experiments._uci_cells import METRICS, SETS, settings_of
 from slangvi_reproduction.experiments._uci_pages import gain, said, table
 from slangvi_reproduction.experiments._uci_tables import Along, run_table
 from slangvi_reproduction.experiments.paper import printed
+from slangvi_reproduction.experiments.results import Row, read_rows, read_table
+from slangvi_reproduction.experiments.runner import Progress
+from slangvi_reproduction.experiments.settings import Settings, choose
 
 __all__ = ["DATASETS", "METHODS", "run", "section"]
 
@@ -87,17 +87,15 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the pictures it wrote."""
     rows, paper = read_rows(results / f"{NAME}.csv"), printed("uci_online_eig")
-    parts, pictures = [ABOUT, _pages.made_by(results / f"{NAME}.json")], list[Path]()
+    parts, pictures = [ABOUT, pages.made_by(results / f"{NAME}.json")], list[Path]()
     traces = read_table(results / f"{NAME}-trace.csv", TRACE_COLUMNS)
     if traces:
         pictures.append(docs / "images" / f"results-{NAME}.png")
         _plot(traces, pictures[0])
-        parts.append(_pages.image(pictures[0], "Log-likelihood and RMSE on Energy against iterations."))
-        parts.append(
-            f"*{_pages.DATASETS[DRAWN]}, on test parts: means over splits, bands of ± 1 standard deviation.*\n"
-        )
+        parts.append(pages.image(pictures[0], "Log-likelihood and RMSE on Energy against iterations."))
+        parts.append(f"*{pages.DATASETS[DRAWN]}, on test parts: means over splits, bands of ± 1 standard deviation.*\n")
     for metric in METRICS:
-        parts.append(f"### OnlineEig, {_pages.METRICS[metric]}\n")
+        parts.append(f"### OnlineEig, {pages.METRICS[metric]}\n")
         parts.append(table([row for row in rows if row.metric == metric], paper))
     lines = [*said(METHODS[0], rows, paper), *_beside(rows, results / f"{uci.NAME}.csv")]
     parts += ["### What holds for OnlineEig with networks\n", *(f"- {line}" for line in lines), ""]
@@ -113,18 +111,18 @@ def _beside(rows: Sequence[Row], path: Path) -> list[str]:
         mine = [row for row in rows if row.metric == metric and row[:2] in slang]
         if mine:
             lost = sum(gain(row, slang[row[:2]]) < 0 for row in mine)
-            found.append(f"{_pages.METRICS[metric]}: {BESIDE} of ours is better on {lost} of {len(mine)} sets.")
+            found.append(f"{pages.METRICS[metric]}: {BESIDE} of ours is better on {lost} of {len(mine)} sets.")
     return found
 
 
 def _plot(traces: Sequence[dict[str, str]], path: Path) -> None:
-    figure = _pages.figure(9, 3.4)
+    figure = pages.figure(9, 3.4)
     for axes, metric in zip(figure.subplots(1, 2), TRACES, strict=True):
         lines = [line for line in traces if line["metric"] == metric]
         for name in dict.fromkeys(line["method"] for line in lines):
             mine = [line for line in lines if line["method"] == name]
-            _pages.curve(axes, mine, name.removesuffix(ALONG), deviations=1.0)
-        axes.set(xscale="log", xlabel="iterations", ylabel=_pages.METRICS[metric])
+            pages.curve(axes, mine, name.removesuffix(ALONG), deviations=1.0)
+        axes.set(xscale="log", xlabel="iterations", ylabel=pages.METRICS[metric])
         axes.grid(alpha=0.3, which="both")
     likelihood, error = figure.axes
     means = (float(line["mean"]) for line in traces if line["metric"] == "test_log_likelihood")
@@ -132,4 +130,4 @@ def _plot(traces: Sequence[dict[str, str]], path: Path) -> None:
     likelihood.set_ylim(bottom=best - BELOW, top=best + 0.1 * BELOW)
     error.set(yscale="log")
     likelihood.legend(fontsize=8)
-    _pages.save(figure, path)
+    pages.save(figure, path)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slangvi_reproduction.experiments import _pages, uci
+from slangvi_reproduction.experiments import pages, uci
 from slangvi_reproduction.experiments._cells import Cell
 from slangvi_reproduction.experiments._logistic_tables import Outcome
-from slangvi_reproduction.experiments._results import Row, read_rows
-from slangvi_reproduction.experiments._runner import Progress
-from slangvi_reproduction.experiments._settings import Settings, choose
 from slangvi_reproduction.experiments._uci_cells import settings_of
 from slangvi_reproduction.experiments._uci_tables import run_table
+from slangvi_reproduction.experiments.results import Row, read_rows
+from slangvi_reproduction.experiments.runner import Progress
+from slangvi_reproduction.experiments.settings import Settings, choose
 
 __all__ = ["DATASETS", "METHODS", "RECIPES", "Recipe", "run", "section"]
 
@@ -148,7 +148,7 @@ def run(settings: Settings, progress: Progress = lambda status: None) -> Outcome
 def section(results: Path, docs: Path) -> tuple[str, list[Path]]:
     """The part of the page about this experiment, and the pictures it wrote."""
     rows = read_rows(results / f"{NAME}.csv")
-    parts = [ABOUT, _pages.made_by(results / f"{NAME}.json")]
+    parts = [ABOUT, pages.made_by(results / f"{NAME}.json")]
     for dataset in dict.fromkeys(row.dataset for row in rows):
         parts.append(_table([row for row in rows if row.dataset == dataset]))
     return "\n".join(parts), []
@@ -167,8 +167,8 @@ def _table(rows: list[Row]) -> str:
         cells.append(f"{recipe.temperature:g}")
         cells += [f"{value:.3f}" for value in (error.mean, error.median, error.worst)]
         lines.append([*cells, f"{error.worst / error.median:.1f}", f"{fit.mean:.3f}"])
-    header = [_pages.DATASETS[rows[0].dataset], "α", "β", "d₀", "warm", "fall", "noise falls", "temperature"]
-    return _pages.markdown([*header, "RMSE", "median", "worst", "worst/median", "log-likelihood"], lines)
+    header = [pages.DATASETS[rows[0].dataset], "α", "β", "d₀", "warm", "fall", "noise falls", "temperature"]
+    return pages.markdown([*header, "RMSE", "median", "worst", "worst/median", "log-likelihood"], lines)
 
 
 def _shown(value: float | str, at_most: bool = False) -> str:

@@ -81,7 +81,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 def _inline(ledger: Ledger, stop: Callable[[], bool], keep_every: float) -> None:
     """One cell after the other, in this process and, as sums depend on it, by one thread as in any other."""
-    from slangvi._threads import one_thread
+    from slangvi.linalg.threads import one_thread
 
     with one_thread():
         _one_by_one(ledger, stop, keep_every)

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi._steps import Prior, require_finite
 from slangvi.linalg import LowRankPrecision
 from slangvi.linalg.small import SmallPrecision, factorize_batch
 from slangvi.linalg.topk import padded_spectrum
 from slangvi.methods._awaited import Awaited, awaiting, close, settle
-from slangvi.methods._gather import GRADIENT_REMEDY
 from slangvi.methods._gaussian import Told, kl_to_prior
 from slangvi.methods._launched import Launched
-from slangvi.methods._lowrank_step import Proposed
-from slangvi.types import ParamSpec
+from slangvi.methods.gather import GRADIENT_REMEDY
+from slangvi.methods.lowrank_step import Proposed
+from slangvi.params import ParamSpec
+from slangvi.params.state import require_finite
+from slangvi.priors import Prior
 
 __all__ = ["STATE_REMEDY", "Info", "State", "finite_check", "kl_to_prior", "state_of", "told"]
 

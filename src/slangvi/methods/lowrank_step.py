@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slangvi._steps import Prior, lerp, mean_gradient
 from slangvi.linalg import Problem, Route, choose_route
 from slangvi.linalg.columns import by_columns, in_parts
 from slangvi.linalg.products import column_squares, is_plain, sums
 from slangvi.linalg.small import factorize_batch
 from slangvi.linalg.topk import Averaged, averaged_diagonal
+from slangvi.methods._averages import lerp, mean_gradient
+from slangvi.priors import Prior
 from slangvi.types import GradientOperator
 
 __all__ = [

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi._frames import outside_frames
-from slangvi._steps import Prior
-from slangvi.errors import DivergenceError, DivergenceWarning
+from slangvi.errors import DivergenceError, DivergenceWarning, user_stacklevel
+from slangvi.priors import Prior
 
 __all__ = ["REACTIONS", "REMEDY", "Watch", "step_length"]
 
@@ -138,7 +137,7 @@ class Watch:
         if self.reaction == "raise":
             raise DivergenceError(f"{found} The state is that of the step before.")
         self.reaction = "ignore"  # once is enough
-        warnings.warn(found, DivergenceWarning, stacklevel=outside_frames())
+        warnings.warn(found, DivergenceWarning, stacklevel=user_stacklevel())
 
 
 def straightness(places: Tensor) -> Tensor:

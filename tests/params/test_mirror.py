@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from helpers.fake_gpu_tensor import on_gpu
-from slangvi._flat import Mirror
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
+from slangvi.params.mirror import Mirror
 
 
 def mirrored(half: bool = False) -> tuple[nn.Module, Mirror, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from slangvi._frames import outside_frames
+from slangvi.errors import user_stacklevel
 from slangvi.methods._awaited import settle
 from slangvi.methods._graph import Captured
 from slangvi.methods._launched import Launched, Numbers
@@ -45,7 +45,7 @@ class Shelf(Generic[GraphT]):
     def _give_up(self, reason: str) -> bool:
         self._given_up = True
         text = f"compile=True has no effect: {reason}. Steps run eagerly."
-        warnings.warn(text, UserWarning, stacklevel=outside_frames())
+        warnings.warn(text, UserWarning, stacklevel=user_stacklevel())
         return True
 
     def _kept(self, key: object, capture: Callable[[], GraphT]) -> GraphT | None:

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from slangvi import checks
-from slangvi._steps import Schedule
 from slangvi.errors import NumericalError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup, per_example_gradients
 from slangvi.grads.batched import BatchedPass
 from slangvi.grads.blocks import Block, Unopened, cheapest
 from slangvi.grads.dense import Together, batch_size, draws_at_once
 from slangvi.grads.replay import rounding
-from slangvi.types import GradientOperator, Params, ParamSpec, Routes
+from slangvi.params import Params, ParamSpec
+from slangvi.schedules import Schedule
+from slangvi.types import GradientOperator, Routes
 
 __all__ = [
     "GRADIENT_REMEDY",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slangvi._threads import one_thread
+from slangvi.linalg.threads import one_thread
 
 
 @pytest.mark.usefixtures("three_threads")

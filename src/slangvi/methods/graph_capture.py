@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from slangvi._live_bytes import LiveBytes
 from slangvi.linalg.constants import handed_out
+from slangvi.live_bytes import LiveBytes
 
 __all__ = ["aside", "beside", "capture_graph", "joined", "randomness_kept", "rehearsing", "reserved"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slangvi import checks
-from slangvi._divergence import REACTIONS
+from slangvi.divergence import REACTIONS
 from slangvi.grads.assemble import Engine
 from slangvi.types import Routes
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from slangvi_reproduction.data._remote import File, Progress, explained, fetch
+from slangvi_reproduction.data.remote import File, Progress, explained, fetch
 
 __all__ = ["Row", "find", "load_file"]
 
@@ -71,8 +71,8 @@ def load_file(file: File, read: Callable[[Path, str], T], verify: bool, progress
         file: which.
         read: called with its path and the name to use in messages. It must refuse what it cannot use, as without
             verification nobody looked at the file before.
-        verify: as in `slangvi_reproduction.data._remote.fetch`.
-        progress: as in `slangvi_reproduction.data._remote.fetch`.
+        verify: as in `slangvi_reproduction.data.remote.fetch`.
+        progress: as in `slangvi_reproduction.data.remote.fetch`.
 
     Returns:
         What `read` returns.

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from slangvi import checks
-from slangvi._steps import Prior, Rate, warmed_up
-from slangvi.types import ParamSpec
+from slangvi.params import ParamSpec
+from slangvi.params.values import per_parameter
+from slangvi.priors import Prior
+from slangvi.schedules import Rate, warmed_up
 
 __all__ = ["JOINED", "GroupValues", "check_group"]
 
@@ -97,7 +99,7 @@ class GroupValues:
         for inner, given in self.per_group(key):
             whole = isinstance(given, Tensor) and given.shape == (self.spec.num_params,)
             value = torch.cat([given[self.spec.slices[name]] for name in inner.names]) if whole else given
-            parts.append(checks.per_parameter(key, value, inner, self.like, positive, known=self.spec))
+            parts.append(per_parameter(key, value, inner, self.like, positive, known=self.spec))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def per_group(self, key: str) -> Iterator[tuple[ParamSpec, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 from slangvi.environment import PLATFORM
 from slangvi_reproduction.experiments._agreement import Verdict
 from slangvi_reproduction.experiments._names import DATASETS, METRICS
-from slangvi_reproduction.experiments._results import Row, mean_and_error, read_about
+from slangvi_reproduction.experiments.results import Row, mean_and_error, read_about
 
 __all__ = [
     "COLORS",

@@ -1,0 +1,187 @@
+"""Learning rates: numbers, functions of the step, and one per parameter tensor where groups differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from slangvi import checks
+from slangvi.params.spec import ParamSpec
+
+__all__ = [
+    "Cosine",
+    "InverseTime",
+    "Rate",
+    "Schedule",
+    "by_equal_factors",
+    "inverse_time",
+    "rate_at",
+    "slow_precision",
+    "warmed_up",
+]
+
+
+Schedule = float | Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate that is one number, or one number per parameter tensor when groups differ.
+
+    Args:
+        value: the number, or (P,).
+        per_tensor: the same with one entry per parameter tensor; None when `value` is a number.
+    """
+
+    value: float | Tensor
+    per_tensor: Tensor | None = None
+
+    @classmethod
+    def of(cls, values: list[float], spec: ParamSpec, like: Tensor) -> Rate:
+        """From one number per parameter tensor."""
+        if len(set(values)) == 1:
+            return cls(values[0])
+        return cls(spec.expand(values, like), torch.tensor(values, dtype=like.dtype, device=like.device))
+
+
+def rate_at(name: str, schedule: Schedule, step: int, high: float = float("inf")) -> float:
+    """A rate or a function of the step, checked."""
+    return checks.rate(name, schedule(step) if callable(schedule) else schedule, high)
+
+
+def warmed_up(precision_lr: float, step: int) -> float:
+    """β of a step counted from 1, or 1/(t+1) while that is more: until then the precision averages all it has seen.
+
+    The mean moves by α P⁻¹ĝ. A precision that starts at `init_precision` and learns with a small β needs 1/β steps to
+    hear of the curvature; a mean that moves faster than that overshoots, to where gradients are larger still. A rate of
+    zero stays zero.
+
+    Example:
+        >>> [warmed_up(0.3, step) for step in (1, 2, 3)]
+        [0.5, 0.3333333333333333, 0.3]
+    """
+    return max(precision_lr, 1.0 / (step + 1)) if precision_lr else 0.0
+
+
+class InverseTime:
+    """lr_t = lr / (1 + t^decay), t counted from 1; picklable, so schedulers can be saved."""
+
+    def __init__(self, lr: float, decay: float) -> None:
+        self.lr = lr
+        self.decay = decay
+
+    def __call__(self, step: int) -> float:
+        """Rate at a step counted from 1."""
+        return float(self.lr / (1.0 + float(step) ** self.decay))
+
+
+class _FromZero(InverseTime):
+    """The same for torch's schedulers, which count from 0."""
+
+    def __call__(self, step: int) -> float:
+        return super().__call__(step + 1)
+
+
+@overload
+def inverse_time(target: Optimizer, decay: float = 0.51) -> LambdaLR: ...
+
+
+@overload
+def inverse_time(target: float, decay: float = 0.51) -> InverseTime: ...
+
+
+def inverse_time(target: Optimizer | float, decay: float = 0.51) -> LambdaLR | InverseTime:
+    r"""The paper's schedule, $\alpha_t = \alpha_0 / (1 + t^{\omega})$ with t counted in steps from 1.
+
+    Args:
+        target: an optimizer (gives a torch scheduler, call `step()` after each `opt.step()`), or α₀ itself (gives a
+            function of the step for `slangvi.slang.build(lr=...)`).
+        decay: ω ≥ 0; 0 holds the rate constant at α₀/2.
+
+    Example:
+        >>> inverse_time(0.1, decay=1.0)(4)
+        0.02
+    """
+    decay = checks.number("decay", decay, 0.0, closed="low", hint="The paper uses 0.51 to 0.60.")
+    if isinstance(target, Optimizer):
+        return LambdaLR(target, _FromZero(1.0, decay))
+    return InverseTime(checks.rate("lr", target), decay)
+
+
+class Cosine:
+    """A rate that falls from `lr` to nearly nothing over so many steps, αₜ = α₀ (1 + cos(πt/T))/2.
+
+    Args:
+        lr: α₀.
+        steps: T.
+        start: steps taken before, from which t is counted.
+
+    Example:
+        >>> rate = Cosine(0.2, 100)
+        >>> rate(1), rate(50), rate(100)
+        (0.199..., 0.1, 0.0002)
+    """
+
+    def __init__(self, lr: float, steps: int, start: int = 0) -> None:
+        self.lr, self.steps, self.start = lr, steps, start
+
+    def __call__(self, step: int) -> float:
+        """Rate at a step counted from 1."""
+        share = min(step - self.start, self.steps) / self.steps
+        return self.lr * max(0.5 * (1.0 + math.cos(math.pi * share)), 1e-3)
+
+
+def by_equal_factors(first: Tensor, last: Tensor, share: float | Tensor) -> Tensor:
+    """On the way from one positive tensor to another, first · (last/first)^share.
+
+    Example:
+        >>> by_equal_factors(torch.tensor(100.0), torch.tensor(1.0), 0.5)
+        tensor(10.)
+    """
+    found: Tensor = first * (last / first) ** share
+    return found
+
+
+# β of `slow_precision` times the number of steps.
+_MEMORIES = 10.0
+
+
+def slow_precision(
+    num_data: float, steps: int, *, curvature: float = 0.25, temperature: float = 1.0
+) -> dict[str, float | bool]:
+    r"""Settings for a precision that starts high and learns slowly, to train networks with.
+
+    Far from the optimum the empirical Fisher says little of the curvature, and weights that hardly matter yet would be
+    drawn as widely as the prior allows. The high start keeps draws close and steps short until the mean has settled.
+
+    $$ d_0 = \kappa N / \mathcal T, \qquad \beta = 10 / \text{steps} $$
+
+    Of the start $e^{-10}$ is left in the end, or $e^{-5}$ where β falls to zero along a half cosine.
+
+    Args:
+        num_data: N.
+        steps: of the whole run.
+        curvature: κ, of the negative log-likelihood of one example by an output of the model: at most 1/4 for class
+            probabilities, 1/σ² for a normal with standard deviation σ.
+        temperature: 𝒯, where the prior's precision is divided by it too.
+
+    Returns:
+        `init_precision`, `precision_lr` and `precision_warmup`, as `SLANG` and `slang.build` take them. The mean wants
+        a rate far above `precision_lr`, such as 0.1, that falls to zero. Where the prior's precision is larger than
+        `init_precision`, start at that.
+
+    Example:
+        >>> slow_precision(60_000, 5_000)
+        {'init_precision': 15000.0, 'precision_lr': 0.002, 'precision_warmup': False}
+    """
+    kappa = checks.number("curvature", curvature, 0.0, hint="It is 1/4 for classes.")
+    cooled = checks.number("num_data", num_data, 0.0) / checks.number("temperature", temperature, 0.0)
+    rate = min(0.5, _MEMORIES / checks.count("steps", steps))
+    return {"init_precision": kappa * cooled, "precision_lr": rate, "precision_warmup": False}
