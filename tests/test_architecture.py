@@ -62,7 +62,7 @@ def foreign(name: str) -> bool:
 
 # Rooms of the house, from the ground up: each imports from the lines above its own, and from itself.
 LAYERS = (
-    ("errors", "files", "types", "live_bytes", "environment"),
+    ("errors", "files", "types", "keywords", "live_bytes", "environment"),
     ("checks", "out_of_memory"),
     ("params", "linalg", "quadrature", "priors"),
     ("distributions", "grads", "likelihoods", "schedules"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["betas", "choice", "count", "device", "flag", "number", "rate", "tensors"]
+__all__ = ["betas", "choice", "count", "device", "flag", "number", "rank", "rate", "tensors"]
 
 
 def count(name: str, value: Any, least: int = 1, hint: str = "") -> int:
@@ -41,6 +41,11 @@ def rate(name: str, value: Any, high: float = math.inf, hint: str = "") -> float
     """A learning rate: positive; at most 1 where it is an averaging weight."""
     advice = f"Typical values lie between 1e-3 and 0.1. {hint}".rstrip()
     return number(name, value, 0.0, high, closed="high" if math.isfinite(high) else "", hint=advice)
+
+
+def rank(name: str, value: Any) -> int:
+    """The number of columns of a factor."""
+    return count(name, value, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
 
 
 def betas(value: Any) -> tuple[float, float]:

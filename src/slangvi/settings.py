@@ -1,67 +1,359 @@
-"""What an optimizer is told once, for all parameters alike."""
+"""Settings of the methods, written once: a frozen dataclass for each family, with checks and documentation.
+
+`build` functions and optimizers take the fields as keywords, see `slangvi.keywords`. A new setting is two edits: its
+field here, with a line under "Args:" and a check, and the place that uses it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.divergence import REACTIONS
-from slangvi.grads.assemble import Engine
+from slangvi.params import Params
+from slangvi.schedules import Schedule
 from slangvi.types import Routes
 
-__all__ = ["Settings"]
+__all__ = [
+    "AdamOptimizerSettings",
+    "AdamSettings",
+    "CompiledOptimizerSettings",
+    "CompiledSettings",
+    "CurvatureOptimizerSettings",
+    "CurvatureSettings",
+    "Engine",
+    "FunctionalSettings",
+    "GaussianSettings",
+    "HessianSettings",
+    "LogLikelihood",
+    "LowRankOptimizerSettings",
+    "LowRankSettings",
+    "MethodSettings",
+    "OptimizerSettings",
+    "check_schedule",
+    "per_group",
+]
+
+Engine = Literal["factored", "dense"]
+LogLikelihood = Callable[[Params, Any], Tensor]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What holds for all parameters alike; checked when built.
+def per_group(default: T) -> T:
+    """Return a field that param groups of an optimizer may set, each to its own value."""
+    made: T = field(default=default, metadata={"per_group": True})
+    return made
+
+
+def check_schedule(name: str, schedule: Schedule | None, high: float = math.inf) -> None:
+    """Check a rate that is a number; one that is a function of the step is checked at every step."""
+    if schedule is not None and not callable(schedule):
+        checks.rate(name, schedule, high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSettings:
+    """Settings of every method.
 
     Args:
-        num_data: N.
-        mc_samples: S in `step(closure)`.
-        temperature: likelihood weighed by 1/temperature.
-        loss_reduction: "mean" or "sum".
-        accumulation_steps: what the loop divides each micro-batch's loss by.
-        precision_warmup: whether β is at least 1/(t+1).
-        engine: "factored" or "dense".
-        verify: check per-example gradients of new patterns of calls.
-        memory_limit: bytes that formed gradients of a parameter, and temporaries, may take.
-        routes: what to form, and how.
-        compile: replay the step and the draws from CUDA graphs.
-        max_bad_batches: batches with NaN or Inf that may be skipped in a row.
-        on_divergence: "warn", "raise" or "ignore".
+        num_data: N, examples in the training set.
+        lr: α, a number or a function of the step counted from 1.
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
+        mc_samples: S, draws of the weights per step.
+        temperature: the likelihood is weighed by 1/temperature.
     """
 
     num_data: int
+    lr: Schedule
+    prior_precision: Any = per_group(1.0)
     mc_samples: int = 1
     temperature: float = 1.0
+
+    def _check(self, name: str, check: Callable[..., Any], *bounds: Any, **others: Any) -> None:
+        """Replace a field by what a check makes of it, a plain number for a tensor of one, or let it raise."""
+        object.__setattr__(self, name, check(name, getattr(self, name), *bounds, **others))
+
+    def __post_init__(self) -> None:
+        self._check("num_data", checks.count, hint="Pass the number of training examples, len(train_set).")
+        self._check("mc_samples", checks.count)
+        self._check("temperature", checks.number, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings(MethodSettings):
+    """Settings of every optimizer.
+
+    Args:
+        params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
+        lr: α.
+        mc_samples: S, draws of the weights in `step(closure)`.
+        loss_reduction: "mean" or "sum" over the examples of a batch, as your loss does it.
+        accumulation_steps: what your loop divides each micro-batch's loss by (Lightning's `accumulate_grad_batches`,
+            Accelerate's `gradient_accumulation_steps`); 1 when it does not divide.
+        max_bad_batches: batches with NaN or Inf in loss, gradient or new state that are skipped in a row, counted in
+            `info.skipped`, before `NumericalError` is raised; 0 raises at the first.
+        generator: source of randomness, on the parameters' device; None uses torch's global one.
+    """
+
+    params: Any = field(default=None, kw_only=False)
+    lr: float
     loss_reduction: str = "mean"
     accumulation_steps: int = 1
+    max_bad_batches: int = 0
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("loss_reduction", checks.choice, ("mean", "sum"))
+        self._check("accumulation_steps", checks.count)
+        self._check("max_bad_batches", checks.count, least=0, hint="0 raises at the first one.")
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator or None, got {type(self.generator).__name__}.")
+
+    def group_defaults(self) -> dict[str, Any]:
+        """Return the values that param groups start with."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.metadata.get("per_group")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianSettings(MethodSettings):
+    """Settings of methods whose posterior is a Gaussian.
+
+    Args:
+        prior_mean: μ₀; a number, a dict of names or globs, or a (P,) tensor.
+        init_precision: diagonal of the precision at the start; number, dict or tensor.
+    """
+
+    prior_mean: Any = per_group(0.0)
+    init_precision: Any = per_group(1.0)
+
+
+# ---- methods that estimate the curvature from the gradient of every example
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureSettings(GaussianSettings):
+    """Settings of methods that average the curvature of every example.
+
+    Args:
+        precision_lr: β, at most 1; None follows `lr`, schedule included, as in the paper.
+        momentum: γ, on the likelihood gradient.
+        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
+            precision is there before the mean relies on it. False is the paper as printed.
+        verify: check examples against the definition of their gradient, ever more rarely.
+        memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take;
+            None leaves it to fixed defaults.
+        routes: what the factored engine forms, and how it finds the spectrum; None leaves it to counting.
+        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
+            step, which is what too large a rate comes to: "warn" once, "raise" `DivergenceError`, or "ignore".
+    """
+
+    precision_lr: Schedule | None = per_group(None)
+    momentum: float = per_group(0.0)
     precision_warmup: bool = True
-    engine: Engine = "factored"
     verify: bool = True
     memory_limit: int | None = None
-    routes: Routes = Routes()  # noqa: RUF009 — frozen
-    compile: bool = False
-    max_bad_batches: int = 0
+    routes: Routes | None = None
     on_divergence: str = "warn"
 
     def __post_init__(self) -> None:
-        checks.count("num_data", self.num_data, hint="Pass the number of training examples, len(train_set).")
-        checks.count("mc_samples", self.mc_samples)
-        checks.number("temperature", self.temperature, 0.0)
-        checks.choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        checks.count("accumulation_steps", self.accumulation_steps)
-        checks.choice("engine", self.engine, ("factored", "dense"))
-        checks.flag("precision_warmup", self.precision_warmup)
-        checks.flag("verify", self.verify)
-        checks.flag("compile", self.compile)
-        checks.count("max_bad_batches", self.max_bad_batches, least=0, hint="0 raises at the first one.")
-        checks.choice("on_divergence", self.on_divergence, REACTIONS)
+        super().__post_init__()
+        self._check("precision_warmup", checks.flag)
+        self._check("verify", checks.flag)
+        self._check("on_divergence", checks.choice, REACTIONS)
+        if self.memory_limit is not None:
+            self._check("memory_limit", checks.count, hint="It is a number of bytes.")
+
+    @property
+    def routes_within_limit(self) -> Routes:
+        """The routes, with nothing larger than `memory_limit`."""
+        return (self.routes or Routes()).within(self.memory_limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionalSettings(CurvatureSettings):
+    """Settings of their `build`.
+
+    Args:
+        precision_lr: β, a number or a function of the step, at most 1; None follows `lr`, as in the paper.
+        model: the module behind `log_likelihood`, so that the factored engine can see its layers.
+        engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
+    """
+
+    model: nn.Module | None = None
+    engine: Engine | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_schedule("lr", self.lr, self.highest_lr)
+        check_schedule("precision_lr", self.precision_lr, 1.0)
+        self._check("momentum", checks.number, 0.0, 1.0, closed="low")
+        if self.engine is not None:
+            self._check("engine", checks.choice, ("factored", "dense"))
+        if self.engine == "factored" and self.model is None:
+            raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
+
+    @property
+    def highest_lr(self) -> float:
+        """What α may not exceed: it must do as β where that follows it."""
+        return 1.0 if self.precision_lr is None else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class HessianSettings(FunctionalSettings):
+    """Settings of `build` where the exact Hessian may stand in for the empirical Fisher.
+
+    Args:
+        curvature: "ef", the empirical Fisher, or "hessian", the exact Hessian at every draw (of a mean-field precision,
+            its diagonal). That takes a backward pass for each of the P parameters, and needs a log-likelihood that is
+            concave, or nearly so.
+    """
+
+    curvature: str = "ef"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("curvature", checks.choice, ("ef", "hessian"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """The one field that comes before all others.
+
+    Args:
+        rank: L ≥ 0, columns of the low-rank precision factor U.
+    """
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankSettings(FunctionalSettings, _Rank):
+    """Settings of `build` for precisions that are low-rank plus diagonal."""
+
+    momentum: float = per_group(0.9)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("rank", checks.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledSettings(LowRankSettings):
+    """Settings of `build` where steps can be captured in CUDA graphs.
+
+    Args:
+        compile: capture the step in CUDA graphs and replay them: several times faster for networks whose kernels are
+            small. Needs the factored engine and a CUDA device; otherwise a warning says why steps run eagerly.
+            Python code in `log_likelihood` then runs only when a graph is captured and when a check is due. `update`
+            returns while the device still works, and waits when state or info are looked at: a step that failed
+            raises then, at the latest in the next `update`, and its state becomes the one before it.
+    """
+
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("compile", checks.flag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
+    """Settings of their optimizers.
+
+    Args:
+        curvature: "ef", the empirical Fisher of the paper.
+        engine: "factored", or "dense" to form all per-example gradients (slow; for comparison).
+    """
+
+    lr: float = per_group(0.05)
+    precision_lr: float | None = per_group(None)
+    curvature: str = "ef"
+    engine: Engine = "factored"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("engine", checks.choice, ("factored", "dense"))
+        if self.curvature == "hessian":
+            raise ValueError(
+                'curvature must be "ef" for an optimizer, got "hessian": a backward pass holds no second derivatives. '
+                'Use the functional interface, build(..., curvature="hessian").'
+            )
+        self._check("curvature", checks.choice, ("ef",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankOptimizerSettings(CurvatureOptimizerSettings, _Rank):
+    """Settings of optimizers whose precision is low-rank plus diagonal."""
+
+    rank: int = 1
+    momentum: float = per_group(0.9)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("rank", checks.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledOptimizerSettings(LowRankOptimizerSettings):
+    """Settings of optimizers whose steps can be captured in CUDA graphs.
+
+    Args:
+        compile: replay step and draws from CUDA graphs, once the same kind of batch was seen twice, and with them
+            the model's forward and backward where its layers have rules. Python code in `forward` then runs only when
+            a graph is captured and when a check is due; changes of the model's modules, attributes, flags and hooks
+            are seen at once, changes of what it reads elsewhere when a check is due. Without a CUDA device a warning
+            says so and steps run eagerly.
+    """
+
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("compile", checks.flag)
         if self.compile and self.max_bad_batches:
             raise ValueError(
                 "max_bad_batches must be 0 with compile=True: a replayed step is still running when the next batch "
                 "comes, and its error is known only then. Drop one of them."
             )
-        if self.memory_limit is not None:
-            checks.count("memory_limit", self.memory_limit, hint="It is a number of bytes.")
+
+
+# ---- methods that move by Adam
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSettings(MethodSettings):
+    """Settings of methods that move by Adam.
+
+    Args:
+        lr: α of Adam, a number or a function of the step counted from 1.
+        betas: β₁ and β₂ of Adam.
+        eps: ε of Adam, against gradients of the whole objective, which grow with N.
+    """
+
+    lr: Schedule = per_group(1e-3)
+    betas: tuple[float, float] = per_group((0.9, 0.999))
+    eps: float = per_group(1e-8)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_schedule("lr", self.lr)
+        object.__setattr__(self, "betas", checks.betas(self.betas))
+        self._check("eps", checks.number, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamOptimizerSettings(OptimizerSettings, AdamSettings):
+    """Settings of their optimizers.
+
+    Args:
+        lr: α of Adam.
+    """
+
+    lr: float = per_group(1e-3)

@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from numbers import Integral
 from typing import Any, ClassVar
 
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._recipe import Rates, Wishes
+from slangvi.estimators._parameters import EstimatorParameters
 from slangvi.estimators._training import Patience, Rows, Training, lean
+from slangvi.estimators._training_settings import AutoRates, RequestedSettings
 from slangvi.estimators.data import Array, Scale, held_out
 from slangvi.estimators.network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
+from slangvi.keywords import document_fields
 from slangvi.methods import slang
 from slangvi.predict.chunks import drawn_in_chunks
 
@@ -40,58 +43,16 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     """Parameters and training; see `SLANGClassifier` for what they mean."""
 
     # What "auto" stands for.
-    _rates: ClassVar[Rates]
+    _rates: ClassVar[AutoRates]
 
-    def __init__(
-        self,
-        hidden_layer_sizes: Any = (50,),
-        activation: str = "relu",
-        *,
-        rank: int = 4,
-        prior_precision: Any = 1.0,
-        temperature: float = 1.0,
-        learning_rate_init: float | str = "auto",
-        precision_learning_rate_init: float | str = "auto",
-        init_precision: Any = "auto",
-        mc_samples: int = 4,
-        batch_size: int | str = "auto",
-        max_iter: int = 100,
-        predict_samples: int = 64,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        n_iter_no_change: int = 10,
-        tol: float = 1e-4,
-        standardize: bool = True,
-        module: nn.Module | Callable[[int, int], nn.Module] | None = None,
-        num_data: float | None = None,
-        warm_start: bool = False,
-        random_state: Any = None,
-        device: str | torch.device = "cpu",
-        verbose: bool | Callable[[str], None] = False,
-    ) -> None:
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.rank = rank
-        self.prior_precision = prior_precision
-        self.temperature = temperature
-        self.learning_rate_init = learning_rate_init
-        self.precision_learning_rate_init = precision_learning_rate_init
-        self.init_precision = init_precision
-        self.mc_samples = mc_samples
-        self.batch_size = batch_size
-        self.max_iter = max_iter
-        self.predict_samples = predict_samples
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.tol = tol
-        self.standardize = standardize
-        self.module = module
-        self.num_data = num_data
-        self.warm_start = warm_start
-        self.random_state = random_state
-        self.device = device
-        self.verbose = verbose
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        document_fields(cls)
+
+    def _store(self, parameters: EstimatorParameters) -> None:
+        """Set every parameter as an attribute, which is all that scikit-learn wants of `__init__`."""
+        for item in fields(parameters):
+            setattr(self, item.name, getattr(parameters, item.name))
 
     @property
     def posterior_(self) -> LowRankPrecisionNormal:
@@ -127,7 +88,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     # ---- training ----
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> None:
-        wishes = self._checked()
+        settings = self._checked()
         go_on = self.warm_start and hasattr(self, "state_")
         X, y, weights = self._validated(X, y, sample_weight, not go_on, options)
         if not go_on:
@@ -137,7 +98,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         rows, held = self._split(whole, generators[0]) if self.early_stopping else (whole, None)
         patience = None if held is None else Patience(self._loss_on(held), self.tol, self.n_iter_no_change)
         with seeded(generators[0], self.device):
-            training = self._training(rows, wishes, self.max_iter, go_on)
+            training = self._training(rows, settings, self.max_iter, go_on)
             losses = training.run(
                 rows, self.max_iter, generators, falling=True, patience=patience, report=self._report()
             )
@@ -149,21 +110,21 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         self._keep(training)
 
     def _partial_fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> None:
-        wishes, first = self._checked(), not hasattr(self, "state_")
+        settings, first = self._checked(), not hasattr(self, "state_")
         X, y, weights = self._validated(X, y, sample_weight, first, options)
         generators = self._generators()
         rows = self._rows(X, y, weights, generators[0], first)
         seen = getattr(self, "n_samples_seen_", 0.0) + rows.total
         num_data = seen if self.num_data is None else float(self.num_data)
         with seeded(generators[0], self.device):
-            training = self._training(rows, wishes, None, not first)
+            training = self._training(rows, settings, None, not first)
             losses = training.run(rows, 1, generators, falling=False, num_data=num_data, report=self._report())
         self.n_samples_seen_ = seen
         self.loss_curve_ = [*getattr(self, "loss_curve_", []), *losses]
         self.n_iter_ = len(self.loss_curve_)
         self._keep(training)
 
-    def _checked(self) -> Wishes:
+    def _checked(self) -> RequestedSettings:
         """Parameters, checked when they are needed and not before, as scikit-learn wants it."""
         layer_sizes(self.hidden_layer_sizes)
         checks.choice("activation", self.activation, tuple(ACTIVATIONS))
@@ -179,7 +140,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
             checks.number("num_data", self.num_data, 0.0)
         checks.device("device", self.device)
         auto, hint = _is_auto(self.batch_size), "Or 'auto', which is 8 to 32."
-        return Wishes(
+        return RequestedSettings(
             rank=checks.count("rank", self.rank, least=0),
             prior_precision=self.prior_precision,
             temperature=checks.number("temperature", self.temperature, 0.0),
@@ -188,7 +149,6 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
             precision_lr=self._rate("precision_learning_rate_init", 1.0),
             init_precision=self._given_start(),
             batch_size=None if auto else checks.count("batch_size", self.batch_size, hint=hint),
-            rates=self._rates,
         )
 
     def _rate(self, name: str, high: float = math.inf) -> float | None:
@@ -256,7 +216,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         parts = [Rows(rows.x[p.to(rows.x.device)], rows.y[p.to(rows.y.device)], rows.weights[p]) for p in places]
         return parts[0], parts[1]
 
-    def _training(self, rows: Rows, wishes: Wishes, epochs: int | None, go_on: bool) -> Training:
+    def _training(self, rows: Rows, settings: RequestedSettings, epochs: int | None, go_on: bool) -> Training:
         """From a new state or the last one; for so many epochs, or nobody knows how many."""
         if go_on:
             self._check_sizes()
@@ -266,11 +226,11 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
                 check_outputs(self.module_(rows.x[:2]), len(rows.x[:2]), self._num_outputs())
         noise = self._kept_noise() if go_on else self._noise(rows)
         spread = 1.0 if noise is None else float(noise.spread.mean())
-        if epochs is None:
-            recipe = wishes.endless()
+        if epochs is None or self.early_stopping:  # a slow precision would still be near its high start
+            resolved = settings.resolve_endless(self._rates)
         else:
-            recipe = wishes.planned(len(rows.x), rows.total, epochs, spread, self.early_stopping)
-        return Training(self.module_, recipe, noise, self.state_ if go_on else None)
+            resolved = settings.resolve(self._rates, len(rows.x), rows.total, epochs, spread)
+        return Training(self.module_, resolved, noise, self.state_ if go_on else None)
 
     def _own_sizes(self) -> dict[str, Any]:
         """What cannot change from one fit to the next that goes on from it."""
@@ -329,7 +289,8 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _report(self) -> Callable[[str], None] | None:
         if callable(self.verbose):
-            return self.verbose
+            given: Callable[[str], None] = self.verbose
+            return given
         return (lambda line: _write(f"[{type(self).__name__}] {line}\n")) if self.verbose else None
 
     # ---- prediction ----

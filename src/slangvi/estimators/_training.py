@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slangvi.divergence import Watch
 from slangvi.errors import NumericalError
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._recipe import Recipe, rows_per_step, steps_per_epoch
+from slangvi.estimators._training_settings import ResolvedSettings, rows_per_step, steps_per_epoch
 from slangvi.estimators.data import order_of
 from slangvi.likelihoods import Categorical
 from slangvi.methods import slang
@@ -83,21 +83,23 @@ class Training:
 
     Args:
         module: the network; its parameters are where training starts, and are not changed.
-        recipe: how to train.
+        settings: how to train.
         noise: of real targets; None for classes.
         state: to go on from; None starts anew.
     """
 
-    def __init__(self, module: nn.Module, recipe: Recipe, noise: Noise | None, state: slang.State | None) -> None:
-        self.module, self.recipe, self.noise = module, recipe, noise
-        self._watch = Watch("warn", f"Lower learning_rate_init (it is {recipe.lr:g}), or give larger batches.")
+    def __init__(
+        self, module: nn.Module, settings: ResolvedSettings, noise: Noise | None, state: slang.State | None
+    ) -> None:
+        self.module, self.settings, self.noise = module, settings, noise
+        self._watch = Watch("warn", f"Lower learning_rate_init (it is {settings.lr:g}), or give larger batches.")
         self._hold = self._fall = 0
-        self.state: slang.State = self._method(1, recipe.lr, recipe.precision_lr, 1.0).init(self._params())
+        self.state: slang.State = self._method(1, settings.lr, settings.precision_lr, 1.0).init(self._params())
         # d and λ at the start of a slow precision.
         self._start: tuple[Tensor, Tensor] | None = None
         if state is not None:
             self.state = state
-        elif not recipe.precision_warmup:
+        elif not settings.precision_warmup:
             self._begin_slowly()
 
     def run(
@@ -121,10 +123,10 @@ class Training:
             patience: early stopping.
             report: called with a line for every epoch.
         """
-        size, per_epoch = (count(len(rows.x), self.recipe.batch_size) for count in (rows_per_step, steps_per_epoch))
+        size, per_epoch = (count(len(rows.x), self.settings.batch_size) for count in (rows_per_step, steps_per_epoch))
         alpha, beta = self._rates(per_epoch * epochs, falling)
         # The methods take a whole N; a fraction goes where it is divided by.
-        temperature = self.recipe.temperature * len(rows.x) / (rows.total if num_data is None else num_data)
+        temperature = self.settings.temperature * len(rows.x) / (rows.total if num_data is None else num_data)
         method = self._method(len(rows.x), alpha, beta, temperature)
         # Noise waits until a new network knows something; see `Noise`.
         first = per_epoch * epochs if falling and self.state.step == 0 else 0
@@ -136,7 +138,7 @@ class Training:
             try:
                 losses.append(self._epoch(method, alpha, rows, order.split(size), generators[1]))
             except NumericalError as error:
-                raise NumericalError(_advice(epoch, self.recipe, error)) from error
+                raise NumericalError(_advice(epoch, self.settings, error)) from error
             stop = patience is not None and patience.exhausted(self.state, self.noise, self._noise_is_own)
             if report is not None:
                 held = "" if patience is None else f", validation nll {patience.losses[-1]:.4f}"
@@ -193,40 +195,40 @@ class Training:
     def _begin_slowly(self) -> None:
         """At the prior's precision at least, or its pull overshoots until the precision has learnt of it."""
         like = self.state.prec_diag
-        lam = per_parameter("prior_precision", self.recipe.prior_precision, self.state.spec, like)
+        lam = per_parameter("prior_precision", self.settings.prior_precision, self.state.spec, like)
         self.state = replace(self.state, prec_diag=torch.maximum(like, lam))
         self._start = self.state.prec_diag, lam
 
     def _rates(self, steps: int, falling: bool) -> tuple[Schedule, Schedule]:
-        alpha, beta, start = self.recipe.lr, self.recipe.precision_lr, self.state.step
+        alpha, beta, start = self.settings.lr, self.settings.precision_lr, self.state.step
         return (Cosine(alpha, steps, start), Cosine(beta, steps, start)) if falling else (alpha, beta)
 
     def _params(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
 
     def _method(self, num_data: int, alpha: Schedule, beta: Schedule, temperature: float) -> Transform:
-        recipe = self.recipe
+        settings = self.settings
         return slang.build(
             (Categorical() if self.noise is None else self.noise).of(self.module),
             num_data=num_data,
-            rank=recipe.rank,
+            rank=settings.rank,
             lr=alpha,
             precision_lr=beta,
-            precision_warmup=recipe.precision_warmup,
-            prior_precision=recipe.prior_precision,
-            init_precision=recipe.init_precision,
+            precision_warmup=settings.precision_warmup,
+            prior_precision=settings.prior_precision,
+            init_precision=settings.init_precision,
             momentum=_MOMENTUM,
-            mc_samples=recipe.mc_samples,
+            mc_samples=settings.mc_samples,
             temperature=temperature,
             model=self.module,
             on_divergence="ignore",  # seen by a watch with advice of its own
         )
 
 
-def _advice(epoch: int, recipe: Recipe, error: NumericalError) -> str:
+def _advice(epoch: int, settings: ResolvedSettings, error: NumericalError) -> str:
     return (
         f"fit met NaN or Inf in epoch {epoch}: {error} The estimator is as it was before. Lower learning_rate_init (it "
-        f"is {recipe.lr:g}), raise prior_precision or init_precision, keep standardize=True, or give float64 data."
+        f"is {settings.lr:g}), raise prior_precision or init_precision, keep standardize=True, or give float64 data."
     )
 
 

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._recipe import Rates
+from slangvi.estimators._parameters import EstimatorParameters
 from slangvi.estimators._training import Rows
+from slangvi.estimators._training_settings import AutoRates
 from slangvi.estimators.data import Array
+from slangvi.keywords import keywords_of
 
 __all__ = ["SLANGClassifier"]
 
@@ -28,35 +30,7 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
     to keep. The same `random_state` gives the same fit; no global source of randomness is touched then.
 
     Args:
-        hidden_layer_sizes: widths of the hidden layers; () is a linear model.
-        activation: "relu", "tanh", "logistic", "gelu", "silu" or "identity".
-        rank: L, columns of the low-rank precision factor.
-        prior_precision: λ of weights and biases; a number, or a dict of parameter names or globs of `module_`.
-        temperature: the likelihood is weighed by 1/temperature; less than 1 makes the posterior narrower.
-        learning_rate_init: α at the start. "auto" is 0.1 for `fit`, and 0.02 where training may end at any time: with
-            `early_stopping`, and for `partial_fit`, where rates are constant.
-        precision_learning_rate_init: β at the start. "auto" is 0.02 with a warm-up, unless the precision is slow.
-        init_precision: d at the start. "auto" is 10, unless the precision is slow. It is for `fit` without
-            `early_stopping` where both are "auto": by `slow_precision`, from a quarter of the rows or λ, whichever is
-            more. What is left of that is taken out in the end.
-        mc_samples: S, draws of the weights per step.
-        batch_size: rows per step; "auto" is an eighth of the rows, but at least 8 and at most 32.
-        max_iter: epochs. A few dozen rows make few steps an epoch: give them more epochs, or higher rates.
-        predict_samples: draws of the weights to predict with.
-        early_stopping: hold out rows, stop when their predictive negative log-likelihood (nll) has not improved for a
-            while, and keep the best state. Epochs in which the noise of a regressor is not yet its own do not count.
-        validation_fraction: share of the rows held out, of each class as far as possible.
-        n_iter_no_change: epochs without improvement before training stops.
-        tol: least improvement of the nll that counts.
-        standardize: give every input column mean 0 and standard deviation 1 over the training rows.
-        module: a `torch.nn.Module` (copied; it starts at its own weights) or a function (features, outputs) → module,
-            in place of `hidden_layer_sizes` and `activation`. It takes (n, features) and returns one logit per class,
-            and is trained in the mode, train or eval, that it comes in.
-        num_data: N for `partial_fit`; None counts every row it was given, which is right as long as none comes twice.
-        warm_start: let `fit` go on from the last state, with the sizes, scales and classes of the first fit.
-        random_state: seed, `numpy.random.RandomState` or None, for initial weights, order of rows, and draws.
-        device: where to train and predict.
-        verbose: True writes a line per epoch to standard error; a function is called with it instead.
+        options: parameters, as follows.
 
     Attributes:
         classes_: labels, in the order of the columns of `predict_proba`.
@@ -77,7 +51,11 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         array(['no', 'yes'], dtype='<U3')
     """
 
-    _rates = Rates(falling=0.1, curvature=0.25, constant=(0.02, 0.02))
+    _rates = AutoRates(falling=0.1, curvature=0.25, constant=(0.02, 0.02))
+
+    @keywords_of(EstimatorParameters)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._store(EstimatorParameters(*args, **options))
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SLANGClassifier:
         """Learn a posterior from rows X (n, D) and labels y (n,).

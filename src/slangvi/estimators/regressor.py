@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
-from torch import Tensor, nn
+from torch import Tensor
 
 from slangvi import checks
 from slangvi.errors import user_stacklevel
 from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._recipe import Rates
+from slangvi.estimators._parameters import RegressorParameters
 from slangvi.estimators._training import Rows
+from slangvi.estimators._training_settings import AutoRates
 from slangvi.estimators.data import Array, Scale, is_rounding, moments
+from slangvi.keywords import keywords_of
 
 __all__ = ["SLANGRegressor"]
 
@@ -31,33 +32,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
     have. Several target columns are learnt by one network, each with its own noise.
 
     Args:
-        hidden_layer_sizes: widths of the hidden layers; () is a linear model.
-        activation: "relu", "tanh", "logistic", "gelu", "silu" or "identity".
-        noise: "learn", or the standard deviation of the noise on the scale of y.
-        rank: L.
-        prior_precision: λ.
-        temperature: the likelihood is weighed by 1/temperature.
-        learning_rate_init: α at the start. "auto" is 0.1, and does not fall in `partial_fit`.
-        precision_learning_rate_init: β at the start. "auto" is 0.05 with a warm-up, unless the precision is slow.
-        init_precision: d at the start. "auto" is 10, unless the precision is slow: for `fit` without `early_stopping`
-            where both are "auto", from the number of rows over the variance of the targets, or λ. What is left of that
-            is taken out in the end.
-        mc_samples: S.
-        batch_size: rows per step; "auto" is 8 to 32.
-        max_iter: epochs.
-        predict_samples: draws of the weights to predict with.
-        early_stopping: stop by the nll of held-out rows, once the noise is learnt, or has fallen to what was given.
-        validation_fraction: share of the rows held out.
-        n_iter_no_change: epochs without improvement before training stops.
-        tol: least improvement that counts.
-        standardize: standardise inputs and targets over the training rows.
-        module: a `torch.nn.Module`, or a function (features, outputs) → module; returns one number per target column,
-            (n, K).
-        num_data: N for `partial_fit`.
-        warm_start: let `fit` go on from the last state.
-        random_state: seed, `numpy.random.RandomState` or None.
-        device: where to train and predict.
-        verbose: True writes a line per epoch to standard error; a function is called with it instead.
+        options: parameters, as follows.
 
     Attributes:
         noise_std_: standard deviation of the noise on the scale of y; (K,) for several target columns.
@@ -71,62 +46,11 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         (array([8.5]), True)
     """
 
-    _rates = Rates(falling=0.1, curvature=1.0, constant=(0.1, 0.05))
+    _rates = AutoRates(falling=0.1, curvature=1.0, constant=(0.1, 0.05))
 
-    def __init__(
-        self,
-        hidden_layer_sizes: Any = (50,),
-        activation: str = "relu",
-        *,
-        noise: float | str = "learn",
-        rank: int = 4,
-        prior_precision: Any = 1.0,
-        temperature: float = 1.0,
-        learning_rate_init: float | str = "auto",
-        precision_learning_rate_init: float | str = "auto",
-        init_precision: Any = "auto",
-        mc_samples: int = 4,
-        batch_size: int | str = "auto",
-        max_iter: int = 100,
-        predict_samples: int = 64,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        n_iter_no_change: int = 10,
-        tol: float = 1e-4,
-        standardize: bool = True,
-        module: nn.Module | Callable[[int, int], nn.Module] | None = None,
-        num_data: float | None = None,
-        warm_start: bool = False,
-        random_state: Any = None,
-        device: str | torch.device = "cpu",
-        verbose: bool | Callable[[str], None] = False,
-    ) -> None:
-        super().__init__(
-            hidden_layer_sizes,
-            activation,
-            rank=rank,
-            prior_precision=prior_precision,
-            temperature=temperature,
-            learning_rate_init=learning_rate_init,
-            precision_learning_rate_init=precision_learning_rate_init,
-            init_precision=init_precision,
-            mc_samples=mc_samples,
-            batch_size=batch_size,
-            max_iter=max_iter,
-            predict_samples=predict_samples,
-            early_stopping=early_stopping,
-            validation_fraction=validation_fraction,
-            n_iter_no_change=n_iter_no_change,
-            tol=tol,
-            standardize=standardize,
-            module=module,
-            num_data=num_data,
-            warm_start=warm_start,
-            random_state=random_state,
-            device=device,
-            verbose=verbose,
-        )
-        self.noise = noise
+    @keywords_of(RegressorParameters)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._store(RegressorParameters(*args, **options))
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slangvi.grads import RowGroup, SumCapture, SumGroup
 from slangvi.methods._averages import lerp
@@ -21,7 +21,6 @@ from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.params import ParamSpec
 from slangvi.params.state import require_finite
 from slangvi.schedules import Rate
-from slangvi.settings import Settings
 
 __all__ = ["BETAS", "EPS", "AdamOptimizer", "Betas", "Moving", "Number", "fitted", "moved", "require_moved"]
 
@@ -111,52 +110,9 @@ def require_moved(
 
 
 class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
-    """Optimizers that need the gradient of each draw, added up over its examples, and move by Adam.
-
-    Args:
-        model: any module; call it as a whole, with the batch as first dimension.
-        params: parameters to infer; None takes all that require grad.
-        own: the method's entries of the groups.
-        num_data: N.
-        lr: α.
-        betas: β₁ and β₂.
-        eps: ε.
-        mc_samples: S in `step(closure)`.
-        temperature: the likelihood is weighed by 1/temperature.
-        loss_reduction: "mean" or "sum".
-        accumulation_steps: what the loop divides each micro-batch's loss by.
-        max_bad_batches: batches with NaN or Inf that are skipped in a row.
-        generator: source of randomness.
-    """
+    """Optimizers that need the gradient of each draw, added up over its examples, and move by Adam."""
 
     _drawn: Tensor  # what the draw in the model was made of, (P,)
-
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Any,
-        own: Mapping[str, Any],
-        *,
-        num_data: int,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = EPS,
-        mc_samples: int = 1,
-        temperature: float = 1.0,
-        loss_reduction: str = "mean",
-        accumulation_steps: int = 1,
-        max_bad_batches: int = 0,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        settings = Settings(
-            num_data=num_data,
-            mc_samples=mc_samples,
-            temperature=temperature,
-            loss_reduction=loss_reduction,
-            accumulation_steps=accumulation_steps,
-            max_bad_batches=max_bad_batches,
-        )
-        super().__init__(model, params, {"lr": lr, "betas": betas, "eps": eps, **own}, settings, generator)
 
     @abstractmethod
     def _advance_sums(self, gradients: Tensor, drawn: Tensor, **options: Any) -> tuple[StateT, InfoT]:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.func import grad, vjp, vmap
 
-from slangvi import checks
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads.dense import Together, draws_at_once
 from slangvi.params import Params, ParamSpec
 
-__all__ = ["HESSIAN_REMEDY", "check_curvature", "hessian_gatherer"]
+__all__ = ["HESSIAN_REMEDY", "hessian_gatherer"]
 
 HESSIAN_REMEDY = (
     'The Hessian of a likelihood that is not log-concave may be negative: use curvature="ef", more mc_samples, a lower '
@@ -23,11 +22,6 @@ HESSIAN_REMEDY = (
 
 # Rows of a Hessian computed together: each holds the activations of a backward pass.
 _ROWS = 64
-
-
-def check_curvature(curvature: Any) -> bool:
-    """Whether Hessians are asked for."""
-    return bool(checks.choice("curvature", curvature, ("ef", "hessian")) == "hessian")
 
 
 def hessian_gatherer(

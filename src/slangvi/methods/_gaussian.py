@@ -1,4 +1,4 @@
-"""What Gaussian methods share: the start, KL, what an Info tells, and the optimizers' arguments."""
+"""What Gaussian methods share: the start, KL, what an Info tells, and the step of their optimizers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from slangvi import checks
 from slangvi.divergence import REMEDY, Watch
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
-from slangvi.grads.assemble import Engine
 from slangvi.grads.blocks import Settle, cheapest
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import FlatState, state_dtype
 from slangvi.params.values import per_parameter
 from slangvi.priors import ELBO, Prior
-from slangvi.settings import Settings
+from slangvi.settings import CurvatureOptimizerSettings
 from slangvi.types import Routes
 
 __all__ = [
@@ -143,74 +141,15 @@ def place(members: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
-    """Arguments that optimizers have in common; each one's docstring explains them."""
+    """What the optimizers of methods with per-example curvature share."""
 
-    rank: int  # columns of the low-rank factor; of the class where a method has none
-    replays = False  # whether steps can be replayed from graphs
-    _kept = ("generator", "rank")
+    settings: CurvatureOptimizerSettings
     _update: Callable[..., tuple[StateT, InfoT]]  # the method's own
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Any = None,
-        *,
-        num_data: int,
-        lr: float = 0.05,
-        prior_precision: Any = 1.0,
-        momentum: float = 0.0,
-        precision_lr: float | None = None,
-        mc_samples: int = 1,
-        init_precision: Any = 1.0,
-        prior_mean: Any = 0.0,
-        temperature: float = 1.0,
-        loss_reduction: str = "mean",
-        accumulation_steps: int = 1,
-        precision_warmup: bool = True,
-        curvature: str = "ef",
-        engine: Engine = "factored",
-        verify: bool = True,
-        memory_limit: int | None = None,
-        routes: Routes | None = None,
-        compile: bool = False,
-        max_bad_batches: int = 0,
-        on_divergence: str = "warn",
-        generator: torch.Generator | None = None,
-    ) -> None:
-        if compile and not self.replays:
-            raise TypeError(
-                f"compile=True is for slangvi.SLANG; {type(self).__name__} cannot replay its steps. Drop it."
-            )
-        if curvature == "hessian":
-            raise ValueError(
-                'curvature must be "ef" for an optimizer, got "hessian": a backward pass holds no second derivatives. '
-                'Use the functional interface, build(..., curvature="hessian").'
-            )
-        checks.choice("curvature", curvature, ("ef",))
-        settings = Settings(
-            num_data=num_data,
-            mc_samples=mc_samples,
-            temperature=temperature,
-            loss_reduction=loss_reduction,
-            accumulation_steps=accumulation_steps,
-            precision_warmup=precision_warmup,
-            engine=engine,
-            verify=verify,
-            memory_limit=memory_limit,
-            routes=routes or Routes(),
-            compile=compile,
-            max_bad_batches=max_bad_batches,
-            on_divergence=on_divergence,
-        )
-        defaults = {
-            "lr": lr,
-            "precision_lr": precision_lr,
-            "momentum": momentum,
-            "prior_precision": prior_precision,
-            "prior_mean": prior_mean,
-            "init_precision": init_precision,
-        }
-        super().__init__(model, params, defaults, settings, generator)
+    @property
+    def rank(self) -> int:
+        """L, columns of the low-rank factor; 0 where the method has none."""
+        return getattr(self.settings, "rank", 0)
 
     def _examine(self, after: StateT) -> None:
         if self._watch.due(after.step):
@@ -243,7 +182,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
 
     @property
     def _routes(self) -> Routes:
-        return self.settings.routes.within(self.settings.memory_limit)
+        return self.settings.routes_within_limit
 
     @property
     def _settle(self) -> Settle:

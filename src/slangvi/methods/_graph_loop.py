@@ -24,6 +24,7 @@ from slangvi.methods.graph_runner import Runner, has_graphs, packed
 from slangvi.optimizer import InfoT, StateT
 from slangvi.params import ParamSpec
 from slangvi.priors import Prior
+from slangvi.settings import CompiledOptimizerSettings
 from slangvi.types import Routes
 
 __all__ = ["LoopRunner", "LoopStep", "ReplayingOptimizer"]
@@ -214,7 +215,7 @@ class LoopRunner(Runner[LoopStep]):
 class ReplayingOptimizer(GaussianOptimizer[StateT, InfoT]):
     """An optimizer whose steps and draws are replayed from graphs when `compile=True`."""
 
-    replays = True
+    settings: CompiledOptimizerSettings
 
     @abstractmethod
     def _from_launched(self, running: Launched, prior: Prior) -> tuple[StateT, InfoT]:

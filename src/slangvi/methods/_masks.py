@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.utils._pytree import tree_map
 
-from slangvi.methods.gather import LogLikelihood, one_per_example, sum_gatherer
+from slangvi.methods.gather import one_per_example, sum_gatherer
 from slangvi.params import ParamSpec
 from slangvi.params.values import per_tensor
+from slangvi.settings import LogLikelihood
 
 __all__ = [
     "DroppedWeights",

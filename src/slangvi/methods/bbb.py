@@ -12,9 +12,9 @@ step costs S passes forward and backward and nothing by example.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
+from slangvi.keywords import init_keywords_of, keywords_of
 from slangvi.linalg import DiagonalPrecision
 from slangvi.linalg.noise import standard_normal
 from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number, fitted, moved, require_moved
@@ -32,7 +33,8 @@ from slangvi.methods.gather import checked_mean, sum_gatherer
 from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params, ParamSpec
 from slangvi.priors import Prior
-from slangvi.schedules import Rate, Schedule
+from slangvi.schedules import Rate
+from slangvi.settings import AdamOptimizerSettings, AdamSettings, GaussianSettings, LogLikelihood
 from slangvi.types import Transform
 
 __all__ = ["BBB", "Info", "Moving", "State", "advanced", "build", "init", "posterior", "sample", "stddev_of", "update"]
@@ -230,34 +232,35 @@ def posterior(state: State) -> LowRankPrecisionNormal:
     return LowRankPrecisionNormal(state.loc, factor, diag, validate_args=False, param_spec=state.spec)
 
 
-def build(
-    log_likelihood: Callable[[Params, Any], Tensor],
-    *,
-    num_data: int,
-    lr: Schedule = 1e-3,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    mc_samples: int = 1,
-    init_precision: Any = 1.0,
-    temperature: float = 1.0,
-    scale: str = "softplus",
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = EPS,
-) -> Transform:
+@dataclass(frozen=True, kw_only=True)
+class BBBSettings(AdamSettings, GaussianSettings):
+    """Settings of `build`.
+
+    Args:
+        init_precision: 1/σ² at the start; for networks 100 to 1000, since noise of σ = 1 drowns what they say. Number,
+            dict or tensor.
+        scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ: what Adam moves.
+    """
+
+    scale: str = "softplus"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("scale", checks.choice, ("softplus", "log"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BBBOptimizerSettings(AdamOptimizerSettings, BBBSettings):
+    """Settings of `BBB`."""
+
+
+@keywords_of(BBBSettings)
+def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
     """Bayes by Backprop as pure functions over an immutable state.
 
     Args:
         log_likelihood: (params, batch) → (M,), the log-likelihood of each example; vmap must be able to follow it.
-        num_data: N, examples in the training set.
-        lr: α of Adam, a number or a function of the step counted from 1.
-        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
-        prior_mean: μ₀, likewise.
-        mc_samples: S, draws of the weights per step, each shared by the whole batch.
-        init_precision: 1/σ² at the start; for networks 100 to 1000, since noise of σ = 1 drowns what they say.
-        temperature: the likelihood is weighed by 1/temperature.
-        scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ: what Adam moves.
-        betas: β₁ and β₂ of Adam.
-        eps: ε of Adam, against gradients of the whole negative ELBO, which grow with N.
+        options: settings, see `BBBSettings`.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -273,36 +276,28 @@ def build(
         >>> state.loc, info.num_rows
         (tensor([ 0.1000, -0.1000]), 2)
     """
-    basics = Basics(
-        num_data=num_data,
-        lr=lr,
-        prior_precision=prior_precision,
-        prior_mean=prior_mean,
-        mc_samples=mc_samples,
-        temperature=temperature,
-    )
-    checks.choice("scale", scale, ("softplus", "log"))
-    pair, floor = checks.betas(betas), checks.number("eps", eps, 0.0)
-    gather = sum_gatherer(log_likelihood)
+    settings = BBBSettings(**options)
+    basics, gather = Basics(settings), sum_gatherer(log_likelihood)
 
     def take(state: State, batch: Any, generator: torch.Generator | None) -> tuple[State, Info]:
-        noise = standard_normal((basics.mc_samples, *state.loc.shape), state.loc, generator)
+        noise = standard_normal((settings.mc_samples, *state.loc.shape), state.loc, generator)
         gradients, values = gather(state.spec, torch.addcmul(state.loc, state.stddev, noise), batch)
-        fit = basics.num_data * checked_mean(values)
+        fit = settings.num_data * checked_mean(values)
         new, info = update(
             state,
             gradients,
             noise,
             num_rows=values.numel(),
-            num_data=basics.num_data / basics.temperature,
+            num_data=basics.effective_num_data,
             prior=basics.prior_of(state),
             lr=basics.rate(state.step + 1),
-            betas=pair,
-            eps=floor,
+            betas=settings.betas,
+            eps=settings.eps,
         )
         return new, replace(info, expected_log_likelihood=fit)
 
-    return basics.framed(lambda params: init(params, init_precision, scale), take, sample, posterior)
+    begin = partial(init, init_precision=settings.init_precision, scale=settings.scale)
+    return basics.framed(begin, take, sample, posterior)
 
 
 class BBB(AdamOptimizer[State, Info]):
@@ -313,14 +308,7 @@ class BBB(AdamOptimizer[State, Info]):
 
     Args:
         model: any module; call it with the batch as first dimension.
-        params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
-        num_data: N, examples in the training set.
-        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
-        init_precision: 1/σ² at the start; number, dict or tensor.
-        prior_mean: μ₀; number, dict or tensor.
-        scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ: what Adam moves.
-        options: lr (1e-3), betas and eps of Adam, and mc_samples, temperature, loss_reduction, accumulation_steps,
-            max_bad_batches and generator as in `slangvi.SLANG`.
+        options: settings, see `slangvi.bbb.BBBOptimizerSettings`.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -334,26 +322,14 @@ class BBB(AdamOptimizer[State, Info]):
         torch.Size([8])
     """
 
-    _kept = ("generator", "scale")
+    settings: BBBOptimizerSettings
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Any = None,
-        *,
-        num_data: int,
-        prior_precision: Any = 1.0,
-        init_precision: Any = 1.0,
-        prior_mean: Any = 0.0,
-        scale: str = "softplus",
-        **options: Any,
-    ) -> None:
-        self.scale = checks.choice("scale", scale, ("softplus", "log"))
-        own = {"prior_precision": prior_precision, "prior_mean": prior_mean, "init_precision": init_precision}
-        super().__init__(model, params, own, num_data=num_data, **options)
+    @init_keywords_of(BBBOptimizerSettings)
+    def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(model, BBBOptimizerSettings(*args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
-        return init(params, hyper.per_parameter("init_precision"), self.scale)
+        return init(params, hyper.per_parameter("init_precision"), self.settings.scale)
 
     def _draw(self, state: State, generator: torch.Generator | None) -> Tensor:
         self._drawn = standard_normal(tuple(state.loc.shape), state.loc, generator)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from slangvi import checks
 from slangvi.errors import NumericalError
 from slangvi.grads import FactoredGradients, GradientCapture, RowGroup, per_example_gradients
 from slangvi.grads.batched import BatchedPass
@@ -20,7 +19,7 @@ from slangvi.grads.blocks import Block, Unopened, cheapest
 from slangvi.grads.dense import Together, batch_size, draws_at_once
 from slangvi.grads.replay import rounding
 from slangvi.params import Params, ParamSpec
-from slangvi.schedules import Schedule
+from slangvi.settings import LogLikelihood
 from slangvi.types import GradientOperator, Routes
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "FactoredGatherer",
     "Gatherer",
     "SumGatherer",
-    "check_schedule",
     "checked_mean",
     "checked_values",
     "dense_gatherer",
@@ -38,7 +36,6 @@ __all__ = [
     "with_aliases",
 ]
 
-LogLikelihood = Callable[[Params, Any], Tensor]
 # (layout, draws (S, P), batch) → operator with R = S·M rows, and the mean log-likelihood over them.
 Gatherer = Callable[[ParamSpec, Tensor, Any], tuple[GradientOperator, float]]
 # (layout, draws (S, P), batch) → Σ_i g_{i,s} for every draw, (S, P), and the log-likelihoods (S, M).
@@ -50,12 +47,6 @@ _TRIES = 4
 GRADIENT_REMEDY = (
     "Look for NaN, Inf or huge values (squares must fit the dtype) in the inputs and the loss, or skip this batch."
 )
-
-
-def check_schedule(name: str, schedule: Schedule | None, ceiling: float) -> None:
-    """Numbers are checked when built; functions of the step, at every step."""
-    if schedule is not None and not callable(schedule):
-        checks.rate(name, schedule, ceiling)
 
 
 def dense_gatherer(log_likelihood: LogLikelihood, memory_limit: int | None) -> Gatherer:

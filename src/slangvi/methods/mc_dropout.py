@@ -25,9 +25,9 @@ with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.grads.dense import batch_size
+from slangvi.keywords import init_keywords_of, keywords_of
 from slangvi.methods import _masks
 from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number, fitted, moved, require_moved
 from slangvi.methods._build import Basics
@@ -44,7 +45,8 @@ from slangvi.methods.gather import checked_mean
 from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params, ParamSpec
 from slangvi.priors import Prior
-from slangvi.schedules import Rate, Schedule
+from slangvi.schedules import Rate
+from slangvi.settings import AdamOptimizerSettings, AdamSettings, LogLikelihood, MethodSettings, per_group
 from slangvi.types import Transform
 
 __all__ = [
@@ -270,36 +272,55 @@ def posterior(state: State) -> DroppedWeights:
     return DroppedWeights(state.loc, state.rates, state.spec)
 
 
-def build(
-    log_likelihood: Callable[[Params, Any], Tensor],
-    *,
-    num_data: int,
-    lr: Schedule = 1e-3,
-    rates: Any = 0.05,
-    prior_precision: Any = 1.0,
-    mc_samples: int = 1,
-    temperature: float = 1.0,
-    masks: str = "example",
-    decay: str = "gal",
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = EPS,
-) -> Transform:
+@dataclass(frozen=True, kw_only=True)
+class _DropoutSettings(MethodSettings):
+    """Settings of both interfaces.
+
+    Args:
+        rates: p, the probability of dropping an input: a number for all weights of two dimensions or more, or a dict of
+            names or globs; see `init` for those to give 0. Optimizers read it once, when a group is added.
+        decay: "gal" or "kl", see the module's docstring.
+    """
+
+    rates: Any = per_group(0.05)
+    decay: str = "gal"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("decay", checks.choice, ("gal", "kl"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCDropoutSettings(AdamSettings, _DropoutSettings):
+    """Settings of `build`.
+
+    Args:
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor. `prior_precision_of` knows it from a
+            length scale.
+        mc_samples: S, masks per step (and per example).
+        masks: "example", every example has a mask of its own, as under `nn.Dropout`; or "draw", the examples of a batch
+            share one. The former takes the memory of S·M sets of weights.
+    """
+
+    masks: str = "example"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("masks", checks.choice, ("example", "draw"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCDropoutOptimizerSettings(AdamOptimizerSettings, _DropoutSettings):
+    """Settings of `MCDropout`."""
+
+
+@keywords_of(MCDropoutSettings)
+def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
     """MC dropout as pure functions over an immutable state.
 
     Args:
         log_likelihood: (params, batch) → (M,), the log-likelihood of each example; vmap must be able to follow it.
-        num_data: N, examples in the training set.
-        lr: α of Adam, a number or a function of the step counted from 1.
-        rates: p, see `init`.
-        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor. `prior_precision_of` knows it from a
-            length scale.
-        mc_samples: S, masks per step (and per example).
-        temperature: the likelihood is weighed by 1/temperature.
-        masks: "example", every example has a mask of its own, as under `nn.Dropout`; or "draw", the examples of a batch
-            share one. The former takes the memory of S·M sets of weights.
-        decay: "gal" or "kl", see above.
-        betas: β₁ and β₂ of Adam.
-        eps: ε of Adam, against gradients of the whole objective, which grow with N.
+        options: settings, see `MCDropoutSettings`.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -315,38 +336,29 @@ def build(
         >>> state.loc, info.num_rows, vi.posterior(state).variance
         (tensor([0.9000, 0.9000]), 2, tensor([0.8100, 0.8100]))
     """
-    basics = Basics(
-        num_data=num_data,
-        lr=lr,
-        prior_precision=prior_precision,
-        prior_mean=0.0,
-        mc_samples=mc_samples,
-        temperature=temperature,
-    )
-    checks.choice("decay", decay, ("gal", "kl"))
-    by_example = checks.choice("masks", masks, ("example", "draw")) == "example"
+    settings = MCDropoutSettings(**options)
+    basics, by_example = Basics(settings), settings.masks == "example"
     gather = (_masks.example_gatherer if by_example else _masks.draw_gatherer)(log_likelihood)
-    pair, floor = checks.betas(betas), checks.number("eps", eps, 0.0)
 
     def take(state: State, batch: Any, generator: torch.Generator | None) -> tuple[State, Info]:
-        shape = (basics.mc_samples, batch_size(batch))
+        shape = (settings.mc_samples, batch_size(batch))
         drawn = draw_masks(state, shape if by_example else shape[:1], generator)
         gradient, values = gather(state.spec, state.loc, drawn, batch)
-        fit = basics.num_data * checked_mean(values)
+        fit = settings.num_data * checked_mean(values)
         new, info = update(
             state,
             gradient,
             num_rows=values.numel(),
-            num_data=basics.num_data / basics.temperature,
+            num_data=basics.effective_num_data,
             prior_precision=basics.prior_of(state).precision,
             lr=basics.rate(state.step + 1),
-            betas=pair,
-            eps=floor,
-            decay=decay,
+            betas=settings.betas,
+            eps=settings.eps,
+            decay=settings.decay,
         )
         return new, replace(info, expected_log_likelihood=fit)
 
-    return basics.framed(lambda params: init(params, rates), take, sample, posterior)
+    return basics.framed(partial(init, rates=settings.rates), take, sample, posterior)
 
 
 class MCDropout(AdamOptimizer[State, Info]):
@@ -357,14 +369,7 @@ class MCDropout(AdamOptimizer[State, Info]):
 
     Args:
         model: any module; call it with the batch as first dimension.
-        params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
-        num_data: N, examples in the training set.
-        rates: p, the probability of dropping an input: a number for all weights of two dimensions or more, or a dict of
-            names or globs; see `init` for those to give 0. Read once, when a group is added.
-        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
-        decay: "gal" or "kl", see the module's docstring.
-        options: lr (1e-3), betas and eps of Adam, and mc_samples, temperature, loss_reduction, accumulation_steps,
-            max_bad_batches and generator as in `slangvi.SLANG`.
+        options: settings, see `slangvi.mc_dropout.MCDropoutOptimizerSettings`.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -378,22 +383,11 @@ class MCDropout(AdamOptimizer[State, Info]):
         torch.Size([8])
     """
 
-    _kept = ("generator", "decay")
+    settings: MCDropoutOptimizerSettings
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Any = None,
-        *,
-        num_data: int,
-        rates: Any = 0.05,
-        prior_precision: Any = 1.0,
-        decay: str = "gal",
-        **options: Any,
-    ) -> None:
-        self.decay = checks.choice("decay", decay, ("gal", "kl"))
-        own = {"rates": rates, "prior_precision": prior_precision}
-        super().__init__(model, params, own, num_data=num_data, **options)
+    @init_keywords_of(MCDropoutOptimizerSettings)
+    def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(model, MCDropoutOptimizerSettings(*args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         spec, loc = flat_start(params)
@@ -406,7 +400,7 @@ class MCDropout(AdamOptimizer[State, Info]):
 
     def _advance_sums(self, gradients: Tensor, drawn: Tensor, **options: Any) -> tuple[State, Info]:
         strength, gradient = self._hyper.prior().precision, (gradients * drawn).sum(0)
-        return update(self._state, gradient, prior_precision=strength, decay=self.decay, **options)
+        return update(self._state, gradient, prior_precision=strength, decay=self.settings.decay, **options)
 
     def _posterior(self, state: State) -> DroppedWeights:
         return posterior(state)

@@ -6,9 +6,9 @@ $$ q(\theta) = \mathcal N\bigl(\mu, \mathrm{diag}(s)^{-1}\bigr) $$
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
-from slangvi.grads.assemble import Engine
+from slangvi.keywords import init_keywords_of, keywords_of
 from slangvi.linalg import DiagonalPrecision
 from slangvi.methods._averages import debiasing, lerp, mean_gradient
 from slangvi.methods._build import Common
-from slangvi.methods._curvature import HESSIAN_REMEDY, check_curvature, hessian_gatherer
+from slangvi.methods._curvature import HESSIAN_REMEDY, hessian_gatherer
 from slangvi.methods._gaussian import GaussianOptimizer, Info, place, start
 from slangvi.methods.gather import GRADIENT_REMEDY
 from slangvi.methods.lowrank_state import STATE_REMEDY
@@ -28,8 +28,9 @@ from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import require_finite
 from slangvi.priors import Prior
-from slangvi.schedules import Rate, Schedule
-from slangvi.types import GradientOperator, Routes, Transform
+from slangvi.schedules import Rate
+from slangvi.settings import CurvatureOptimizerSettings, HessianSettings, LogLikelihood
+from slangvi.types import GradientOperator, Transform
 
 __all__ = ["VOGN", "Info", "State", "build", "init", "posterior", "sample", "update"]
 
@@ -144,53 +145,13 @@ def posterior(state: State) -> LowRankPrecisionNormal:
     return LowRankPrecisionNormal(state.loc, factor, state.prec_diag, validate_args=False, param_spec=state.spec)
 
 
-def build(
-    log_likelihood: Callable[[Params, Any], Tensor],
-    *,
-    num_data: int,
-    lr: Schedule,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    precision_lr: Schedule | None = None,
-    momentum: float = 0.0,
-    mc_samples: int = 1,
-    init_precision: Any = 1.0,
-    temperature: float = 1.0,
-    precision_warmup: bool = True,
-    curvature: str = "ef",
-    model: nn.Module | None = None,
-    engine: Engine | None = None,
-    verify: bool = True,
-    memory_limit: int | None = None,
-    routes: Routes | None = None,
-    on_divergence: str = "warn",
-) -> Transform:
+@keywords_of(HessianSettings)
+def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
     """Mean-field inference as pure functions over an immutable state.
 
     Args:
         log_likelihood: (params, batch) → (M,), the log-likelihood of each example.
-        num_data: N, examples in the training set.
-        lr: α, a number or a function of the step counted from 1.
-        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
-        prior_mean: μ₀, likewise.
-        precision_lr: β, at most 1; None follows `lr`.
-        momentum: γ.
-        mc_samples: S, draws of the weights per step.
-        init_precision: s at the start.
-        temperature: the likelihood is weighed by 1/temperature.
-        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
-            precision is there before the mean relies on it.
-        curvature: "ef", the empirical Fisher (VOGN), or "hessian", the exact diagonal of the Hessian at every draw.
-            That takes a backward pass for each of the P parameters, and needs a log-likelihood that is concave, or
-            nearly so.
-        model: the module behind `log_likelihood`, so that the factored engine can see its layers.
-        engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
-        verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
-        memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take.
-        routes: what the factored engine forms; None leaves it to counting.
-        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
-            step, as long as the steps of one run follow each other: "warn", once for what is built here, "raise"
-            `DivergenceError`, or "ignore". Results are the same.
+        options: settings, see `slangvi.settings.HessianSettings`.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -206,27 +167,11 @@ def build(
         >>> state.prec_diag, info.num_rows
         (tensor([3., 5.]), 2)
     """
-    hessian = check_curvature(curvature)
-    common = Common(
-        log_likelihood,
-        num_data=num_data,
-        lr=lr,
-        prior_precision=prior_precision,
-        prior_mean=prior_mean,
-        precision_lr=precision_lr,
-        momentum=momentum,
-        mc_samples=mc_samples,
-        temperature=temperature,
-        precision_warmup=precision_warmup,
-        model=model,
-        engine=engine,
-        verify=verify,
-        memory_limit=memory_limit,
-        routes=routes,
-        on_divergence=on_divergence,
-    )
-    gather = hessian_gatherer(log_likelihood, diagonal=True, dtypes=common.dtypes) if hessian else None
-    return common.transform(lambda params: init(params, init_precision), update, sample, posterior, curvature=gather)
+    settings = HessianSettings(**options)
+    common, begin = Common(log_likelihood, settings), partial(init, init_precision=settings.init_precision)
+    exact = settings.curvature == "hessian"
+    hessian = hessian_gatherer(log_likelihood, diagonal=True, dtypes=common.dtypes) if exact else None
+    return common.transform(begin, update, sample, posterior, curvature=hessian)
 
 
 class VOGN(GaussianOptimizer[State, Info]):
@@ -234,31 +179,7 @@ class VOGN(GaussianOptimizer[State, Info]):
 
     Args:
         model: any module; call it with the batch as first dimension.
-        params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
-        num_data: N, examples in the training set.
-        lr: α.
-        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
-        momentum: γ, on the likelihood gradient.
-        precision_lr: β, at most 1; None follows `lr`, schedule included.
-        mc_samples: S, draws of the weights in `step(closure)`.
-        init_precision: s at the start; number, dict or tensor.
-        prior_mean: μ₀; number, dict or tensor.
-        temperature: the likelihood is weighed by 1/temperature.
-        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
-            precision is there before the mean relies on it.
-        loss_reduction: "mean" or "sum" over the examples of a batch, as your loss does it.
-        accumulation_steps: what your loop divides each micro-batch's loss by; 1 when it does not divide.
-        curvature: "ef", the empirical Fisher.
-        engine: "factored", or "dense" to form all per-example gradients (slow; for comparison).
-        verify: check examples against the definition of their gradient, ever more rarely.
-        memory_limit: bytes that formed gradients of one parameter, and temporaries, may take; None leaves it to fixed
-            defaults.
-        routes: what the factored engine forms; None leaves it to counting.
-        max_bad_batches: batches with NaN or Inf in loss, gradient or new state that are skipped in a row, counted in
-            `info.skipped`, before `NumericalError` is raised; 0 raises at the first.
-        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
-            step, which is what too large a rate comes to: "warn" once, "raise" `DivergenceError`, or "ignore".
-        generator: source of randomness, on the parameters' device; None uses torch's global one.
+        options: settings, see `slangvi.settings.CurvatureOptimizerSettings`.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -272,8 +193,11 @@ class VOGN(GaussianOptimizer[State, Info]):
         torch.Size([8])
     """
 
-    rank = 0
     _update = staticmethod(update)
+
+    @init_keywords_of(CurvatureOptimizerSettings)
+    def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(model, CurvatureOptimizerSettings(*args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         return init(params, hyper.per_parameter("init_precision"))

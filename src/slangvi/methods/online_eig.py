@@ -10,17 +10,16 @@ exact; the paper keeps it as a comparison, and so does this library. `slangvi.sl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
-from slangvi.grads.assemble import Engine
+from slangvi.keywords import init_keywords_of, keywords_of
 from slangvi.linalg.assignment import best_assignment
 from slangvi.linalg.krylov import Eigenpairs, leading_eigenpairs
 from slangvi.linalg.products import column_squares, gram_float64
@@ -38,8 +37,9 @@ from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params
 from slangvi.params.state import require_finite
 from slangvi.priors import Prior
-from slangvi.schedules import Rate, Schedule
-from slangvi.types import GradientOperator, Routes, Transform
+from slangvi.schedules import Rate
+from slangvi.settings import LogLikelihood, LowRankOptimizerSettings, LowRankSettings
+from slangvi.types import GradientOperator, Transform
 
 __all__ = ["Info", "OnlineEig", "State", "build", "init", "posterior", "sample", "update"]
 
@@ -236,51 +236,13 @@ def leading(matrix: Tensor, count: int) -> Eigenpairs:
     return found
 
 
-def build(
-    log_likelihood: Callable[[Params, Any], Tensor],
-    *,
-    num_data: int,
-    rank: int,
-    lr: Schedule,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    precision_lr: Schedule | None = None,
-    momentum: float = 0.9,
-    mc_samples: int = 1,
-    init_precision: Any = 1.0,
-    temperature: float = 1.0,
-    precision_warmup: bool = True,
-    model: nn.Module | None = None,
-    engine: Engine | None = None,
-    verify: bool = True,
-    memory_limit: int | None = None,
-    routes: Routes | None = None,
-    on_divergence: str = "warn",
-) -> Transform:
+@keywords_of(LowRankSettings)
+def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
     """SLANG-OnlineEig as pure functions over an immutable state.
 
     Args:
         log_likelihood: (params, batch) → (M,), the log-likelihood of each example.
-        num_data: N, examples in the training set.
-        rank: L ≥ 0, columns of U.
-        lr: α, a number or a function of the step counted from 1.
-        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
-        prior_mean: μ₀, likewise.
-        precision_lr: β, at most 1; None follows `lr`.
-        momentum: γ.
-        mc_samples: S, draws of the weights per step.
-        init_precision: d at the start.
-        temperature: the likelihood is weighed by 1/temperature.
-        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
-            precision is there before the mean relies on it.
-        model: the module behind `log_likelihood`, so that the factored engine can see its layers.
-        engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
-        verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
-        memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take.
-        routes: what the factored engine forms; None leaves it to counting. The Gram is always formed here.
-        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
-            step, as long as the steps of one run follow each other: "warn", once for what is built here, "raise"
-            `DivergenceError`, or "ignore". Results are the same.
+        options: settings, see `slangvi.settings.LowRankSettings`.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -296,27 +258,9 @@ def build(
         >>> state.prec_factor.shape, info.num_rows
         (torch.Size([1, 2]), 2)
     """
-    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
-    common = Common(
-        log_likelihood,
-        num_data=num_data,
-        lr=lr,
-        prior_precision=prior_precision,
-        prior_mean=prior_mean,
-        precision_lr=precision_lr,
-        momentum=momentum,
-        mc_samples=mc_samples,
-        temperature=temperature,
-        precision_warmup=precision_warmup,
-        model=model,
-        engine=engine,
-        verify=verify,
-        memory_limit=memory_limit,
-        routes=routes,
-        rank=rank,
-        on_divergence=on_divergence,
-    )
-    return common.transform(lambda params: init(params, rank, init_precision), update, sample, posterior)
+    settings = LowRankSettings(**options)
+    begin = partial(init, rank=settings.rank, init_precision=settings.init_precision)
+    return Common(log_likelihood, settings, settings.rank).transform(begin, update, sample, posterior)
 
 
 class OnlineEig(GaussianOptimizer[State, Info]):
@@ -324,13 +268,7 @@ class OnlineEig(GaussianOptimizer[State, Info]):
 
     Args:
         model: any module; call it with the batch as first dimension.
-        params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
-        num_data: N, examples in the training set.
-        rank: L, columns of the low-rank precision factor.
-        momentum: γ, on the likelihood gradient.
-        options: lr, prior_precision, precision_lr, mc_samples, init_precision, prior_mean, temperature,
-            loss_reduction, accumulation_steps, curvature, engine, verify, memory_limit, routes, max_bad_batches,
-            on_divergence and generator, as in `slangvi.SLANG`.
+        options: settings, see `slangvi.settings.LowRankOptimizerSettings`.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -346,21 +284,14 @@ class OnlineEig(GaussianOptimizer[State, Info]):
 
     _update = staticmethod(update)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Any = None,
-        *,
-        num_data: int,
-        rank: int = 1,
-        momentum: float = 0.9,
-        **options: Any,
-    ) -> None:
-        self.rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
-        super().__init__(model, params, num_data=num_data, momentum=momentum, **options)
+    settings: LowRankOptimizerSettings
+
+    @init_keywords_of(LowRankOptimizerSettings)
+    def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(model, LowRankOptimizerSettings(*args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
-        return init(params, self.rank, hyper.per_parameter("init_precision"))
+        return init(params, self.settings.rank, hyper.per_parameter("init_precision"))
 
     def _posterior(self, state: State) -> LowRankPrecisionNormal:
         return posterior(state)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
-from slangvi.grads.assemble import Engine
+from slangvi.keywords import init_keywords_of, keywords_of
 from slangvi.methods._averages import debiasing
 from slangvi.methods._build import Common, Replay
 from slangvi.methods._gaussian import start
@@ -29,8 +30,9 @@ from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params
 from slangvi.params.state import require_finite
 from slangvi.priors import Prior
-from slangvi.schedules import Rate, Schedule
-from slangvi.types import GradientOperator, Routes, Transform
+from slangvi.schedules import Rate
+from slangvi.settings import CompiledOptimizerSettings, CompiledSettings, LogLikelihood
+from slangvi.types import GradientOperator, Transform
 
 __all__ = ["SLANG", "Info", "State", "build", "init", "kl_to_prior", "posterior", "sample", "update"]
 
@@ -43,7 +45,7 @@ def init(params: Params, rank: int, init_precision: Any = 1.0) -> State:
         rank: L ≥ 0.
         init_precision: number, dict of names or globs, or (P,) tensor.
     """
-    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    rank = checks.rank("rank", rank)
     spec, loc, diag = start(params, init_precision)
     return State(loc, loc.new_zeros(rank, len(loc)), diag, torch.zeros_like(loc), 0, spec)
 
@@ -124,57 +126,13 @@ def posterior(state: State) -> LowRankPrecisionNormal:
     )
 
 
-def build(
-    log_likelihood: Callable[[Params, Any], Tensor],
-    *,
-    num_data: int,
-    rank: int,
-    lr: Schedule,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    precision_lr: Schedule | None = None,
-    momentum: float = 0.9,
-    mc_samples: int = 1,
-    init_precision: Any = 1.0,
-    temperature: float = 1.0,
-    precision_warmup: bool = True,
-    model: nn.Module | None = None,
-    engine: Engine | None = None,
-    verify: bool = True,
-    memory_limit: int | None = None,
-    routes: Routes | None = None,
-    compile: bool = False,
-    on_divergence: str = "warn",
-) -> Transform:
+@keywords_of(CompiledSettings)
+def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
     """SLANG as pure functions over an immutable state.
 
     Args:
         log_likelihood: (params, batch) → (M,), the log-likelihood of each example.
-        num_data: N, examples in the training set.
-        rank: L ≥ 0, columns of U.
-        lr: α, a number or a function of the step counted from 1.
-        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
-        prior_mean: μ₀, likewise.
-        precision_lr: β, at most 1; None follows `lr`.
-        momentum: γ.
-        mc_samples: S, draws of the weights per step.
-        init_precision: d at the start.
-        temperature: the likelihood is weighed by 1/temperature.
-        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
-            precision is there before the mean relies on it. False is the paper as printed.
-        model: the module behind `log_likelihood`, so that the factored engine can see its layers.
-        engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
-        verify: let the factored engine check examples against the definition of their gradient, ever more rarely.
-        memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take.
-        routes: what the factored engine forms, and how it finds the spectrum; None leaves it to counting.
-        compile: capture the step in CUDA graphs and replay them: several times faster for networks whose kernels are
-            small. Needs the factored engine and a CUDA device; otherwise a warning says why steps run eagerly.
-            Python code in `log_likelihood` then runs only when a graph is captured and when a check is due. `update`
-            returns while the device still works, and waits when state or info are looked at: a step that failed
-            raises then, at the latest in the next `update`, and its state becomes the one before it.
-        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
-            step, as long as the steps of one run follow each other: "warn", once for what is built here, "raise"
-            `DivergenceError`, or "ignore". Results are the same.
+        options: settings, see `slangvi.settings.CompiledSettings`.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -190,34 +148,17 @@ def build(
         >>> state.step, info.num_rows
         (1, 2)
     """
-    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
-    common = Common(
-        log_likelihood,
-        num_data=num_data,
-        lr=lr,
-        prior_precision=prior_precision,
-        prior_mean=prior_mean,
-        precision_lr=precision_lr,
-        momentum=momentum,
-        mc_samples=mc_samples,
-        temperature=temperature,
-        precision_warmup=precision_warmup,
-        model=model,
-        engine=engine,
-        verify=verify,
-        memory_limit=memory_limit,
-        routes=routes,
-        rank=rank,
-        on_divergence=on_divergence,
-    )
-    replay = _replay(common) if checks.flag("compile", compile) else None
-    return common.transform(lambda params: init(params, rank, init_precision), update, sample, posterior, replay=replay)
+    settings = CompiledSettings(**options)
+    common = Common(log_likelihood, settings, settings.rank)
+    replay = _replay(common) if settings.compile else None
+    begin = partial(init, rank=settings.rank, init_precision=settings.init_precision)
+    return common.transform(begin, update, sample, posterior, replay=replay)
 
 
 def _replay(common: Common) -> Replay[State]:
     """Steps by replaying graphs: None where one has to be taken eagerly."""
-    size, decay = common.num_data, common.momentum
-    graphs = GraphRunner(common.factored, common.mc_samples, size / common.temperature, decay)
+    size, decay = common.settings.num_data, common.settings.momentum
+    graphs = GraphRunner(common.factored, common.settings.mc_samples, common.effective_num_data, decay)
 
     def replay(
         state: State, batch: Any, generator: torch.Generator | None, lr: float, precision_lr: float | None
@@ -239,38 +180,7 @@ class SLANG(ReplayingOptimizer[State, Info]):
 
     Args:
         model: any module; call it with the batch as first dimension.
-        params: parameters to infer (tensors, or groups as in torch.optim); None takes all that require grad.
-        num_data: N, examples in the training set.
-        rank: L, columns of the low-rank precision factor.
-        lr: α.
-        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor.
-        momentum: γ, on the likelihood gradient.
-        precision_lr: β, at most 1; None follows `lr`, schedule included, as in the paper.
-        mc_samples: S, draws of the weights in `step(closure)`.
-        init_precision: d at the start; number, dict or tensor.
-        prior_mean: μ₀; number, dict or tensor.
-        temperature: the likelihood is weighed by 1/temperature.
-        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
-            precision is there before the mean relies on it. False is the paper as printed.
-        loss_reduction: "mean" or "sum" over the examples of a batch, as your loss does it.
-        accumulation_steps: what your loop divides each micro-batch's loss by (Lightning's `accumulate_grad_batches`,
-            Accelerate's `gradient_accumulation_steps`); 1 when it does not divide.
-        curvature: "ef", the empirical Fisher of the paper.
-        engine: "factored", or "dense" to form all per-example gradients (slow; for comparison).
-        verify: check examples against the definition of their gradient, ever more rarely.
-        memory_limit: bytes that formed gradients of one parameter, and temporaries, may take; None leaves it to fixed
-            defaults.
-        routes: what the factored engine forms, and how it finds the spectrum; None leaves it to counting.
-        compile: replay step and draws from CUDA graphs, once the same kind of batch was seen twice, and with them
-            the model's forward and backward where its layers have rules. Python code in `forward` then runs only when
-            a graph is captured and when a check is due; changes of the model's modules, attributes, flags and hooks
-            are seen at once, changes of what it reads elsewhere when a check is due. Without a CUDA device a warning
-            says so and steps run eagerly.
-        max_bad_batches: batches with NaN or Inf in loss, gradient or new state that are skipped in a row, counted in
-            `info.skipped`, before `NumericalError` is raised; 0 raises at the first.
-        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
-            step, which is what too large a rate comes to: "warn" once, "raise" `DivergenceError`, or "ignore".
-        generator: source of randomness, on the parameters' device; None uses torch's global one.
+        options: settings, see `slangvi.settings.CompiledOptimizerSettings`.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -286,63 +196,12 @@ class SLANG(ReplayingOptimizer[State, Info]):
 
     _update = staticmethod(update)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Any = None,
-        *,
-        num_data: int,
-        rank: int = 1,
-        lr: float = 0.05,
-        prior_precision: Any = 1.0,
-        momentum: float = 0.9,
-        precision_lr: float | None = None,
-        mc_samples: int = 1,
-        init_precision: Any = 1.0,
-        prior_mean: Any = 0.0,
-        temperature: float = 1.0,
-        loss_reduction: str = "mean",
-        accumulation_steps: int = 1,
-        precision_warmup: bool = True,
-        curvature: str = "ef",
-        engine: Engine = "factored",
-        verify: bool = True,
-        memory_limit: int | None = None,
-        routes: Routes | None = None,
-        compile: bool = False,
-        max_bad_batches: int = 0,
-        on_divergence: str = "warn",
-        generator: torch.Generator | None = None,
-    ) -> None:
-        self.rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
-        super().__init__(
-            model,
-            params,
-            num_data=num_data,
-            lr=lr,
-            prior_precision=prior_precision,
-            momentum=momentum,
-            precision_lr=precision_lr,
-            mc_samples=mc_samples,
-            init_precision=init_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            loss_reduction=loss_reduction,
-            accumulation_steps=accumulation_steps,
-            precision_warmup=precision_warmup,
-            curvature=curvature,
-            engine=engine,
-            verify=verify,
-            memory_limit=memory_limit,
-            routes=routes,
-            compile=compile,
-            max_bad_batches=max_bad_batches,
-            on_divergence=on_divergence,
-            generator=generator,
-        )
+    @init_keywords_of(CompiledOptimizerSettings)
+    def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(model, CompiledOptimizerSettings(*args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
-        return init(params, self.rank, hyper.per_parameter("init_precision"))
+        return init(params, self.settings.rank, hyper.per_parameter("init_precision"))
 
     def _from_launched(self, running: Launched, prior: Prior) -> tuple[State, Info]:
         return told(running, self._state, prior, lambda _: float("nan"))

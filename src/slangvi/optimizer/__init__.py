@@ -9,6 +9,5 @@ from slangvi.optimizer._inferred import StateT as StateT
 from slangvi.optimizer._saving import _restore as _restore
 from slangvi.optimizer.variational import InfoT as InfoT
 from slangvi.optimizer.variational import VariationalOptimizer as VariationalOptimizer
-from slangvi.settings import Settings as Settings
 
-__all__ = ["Settings", "VariationalOptimizer"]
+__all__ = ["InfoT", "StateT", "VariationalOptimizer"]

@@ -16,13 +16,14 @@ from torch.distributions import Distribution
 from torch.optim import Optimizer
 
 from slangvi.errors import UnsupportedModuleError
+from slangvi.keywords import document_fields
 from slangvi.optimizer.groups import JOINED, GroupValues, check_group
 from slangvi.params import Params, ParamSpec
 from slangvi.params.mirror import Mirror
 from slangvi.params.spec import uncompiled
 from slangvi.params.state import FlatState, state_dtype, tensors_of
 from slangvi.priors import Prior
-from slangvi.settings import Settings
+from slangvi.settings import OptimizerSettings
 
 __all__ = ["Inferred", "StateT"]
 
@@ -32,27 +33,24 @@ StateT = TypeVar("StateT", bound=FlatState)
 class Inferred(Optimizer, ABC, Generic[StateT]):
     """One flat state for the parameters of all groups, and the model's parameters as a copy of its mean."""
 
+    settings: OptimizerSettings
     _state: StateT
     _hyper: GroupValues
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Any,
-        defaults: dict[str, Any],
-        settings: Settings,
-        generator: torch.Generator | None,
-    ) -> None:
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        document_fields(cls)
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         self.model = _checked_model(model)
-        self.settings = settings
-        self.generator = generator
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}.")
+        # Groups hold the parameters from now on, and the generator may be replaced.
+        self.settings = replace(settings, params=None, generator=None)
+        self.generator = settings.generator
         self._ready = False
         self._prepare()
         # Wrappers that pass for their optimizer, as Lightning's do, run its methods as their own.
         self._itself: Callable[[], Any] = weakref.ref(self)
-        super().__init__(_chosen(self.model, params), defaults)
+        super().__init__(_chosen(self.model, settings.params), settings.group_defaults())
         self._rebuild(None)
         self._ready = True
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from slangvi.errors import NumericalError
 from slangvi.grads import RowGroup
-from slangvi.settings import Settings
+from slangvi.settings import OptimizerSettings
 
 __all__ = ["amplification", "expected_log_likelihood", "loss_alone", "mean_loss", "require_finite_loss", "unscaled"]
 
 
-def unscaled(group: RowGroup, settings: Settings) -> RowGroup:
+def unscaled(group: RowGroup, settings: OptimizerSettings) -> RowGroup:
     """Gradients of each example's own loss, whatever the batch's loss was divided by."""
     divisor = settings.accumulation_steps * (group.num_rows if settings.loss_reduction == "mean" else 1)
     return group if divisor == 1 else group.scaled(float(divisor))
@@ -56,7 +56,7 @@ def mean_loss(losses: list[Any]) -> Any:
     return sum(losses) / len(losses) if losses else None
 
 
-def expected_log_likelihood(losses: list[Any], num_rows: int, settings: Settings) -> float:
+def expected_log_likelihood(losses: list[Any], num_rows: int, settings: OptimizerSettings) -> float:
     """N times the mean log-likelihood of an example.
 
     Args:

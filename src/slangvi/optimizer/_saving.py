@@ -15,15 +15,13 @@ from slangvi.optimizer._drawing import Drawing
 from slangvi.optimizer._hooks import called, held
 from slangvi.optimizer._inferred import StateT
 from slangvi.params.packing import check_packed, pack
-from slangvi.settings import Settings
+from slangvi.settings import OptimizerSettings
 
 __all__ = ["Saving"]
 
 
 class Saving(Drawing[StateT]):
     """Goes out as a `state_dict`, a copy or a pickle, and comes back to go on bit by bit."""
-
-    _kept: tuple[str, ...] = ("generator",)  # attributes that copies take along, besides groups and settings
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an exact resume needs: flat tensors, step, layout, groups, and the generator's state."""
@@ -68,33 +66,24 @@ class Saving(Drawing[StateT]):
             return self._own().__reduce__()
         # Copies and pickles carry the model along: an optimizer without its module could not read gradients.
         groups = [{**g, "params": [self._name_of[id(p)] for p in g["params"]]} for g in self.param_groups]
-        keep = {k: v for k, v in self.__dict__.items() if k in self._kept}
-        return _restore, (
-            type(self),
-            self.model,
-            groups,
-            self.defaults,
-            {item.name: getattr(self.settings, item.name) for item in fields(self.settings)},
-            keep,
-            self.state_dict(),
-        )
+        settings = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
+        settings["generator"] = self.generator
+        return _restore, (type(self), self.model, groups, type(self.settings), settings, self.state_dict())
 
 
 def _restore(
     kind: type[Saving[Any]],
     model: nn.Module,
     groups: list[dict[str, Any]],
-    defaults: dict[str, Any],
+    settings_class: type[OptimizerSettings],
     settings: dict[str, Any],
-    extra: dict[str, Any],
     state: dict[str, Any],
 ) -> Saving[Any]:
     """Build a copied or unpickled optimizer anew on its model."""
     named = dict(model.named_parameters())
-    opt = kind.__new__(kind)
-    opt.__dict__.update(extra)
     groups = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
-    Saving.__init__(opt, model, groups, defaults, Settings(**settings), extra["generator"])
+    opt = kind.__new__(kind)
+    Saving.__init__(opt, model, settings_class(**{**settings, "params": groups}))
     opt.load_state_dict(state)
     return opt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slangvi import checks
-from slangvi.divergence import Watch, step_length
+from slangvi.divergence import REMEDY, Watch, step_length
 from slangvi.errors import NumericalError
 from slangvi.grads.dense import rows_within
 from slangvi.linalg import LowRankPrecision
@@ -20,64 +21,49 @@ from slangvi.replicas import _settings
 from slangvi.replicas._gather import LockstepGatherer
 from slangvi.replicas._inputs import Minibatch, checked_constants, read
 from slangvi.replicas._replay import Given, GraphKeeper
-from slangvi.replicas._rules import Lanes, Rule
-from slangvi.replicas._settings import pick
+from slangvi.replicas._rules import RULES, Lanes
+from slangvi.replicas._settings import ReplicaSettings, pick
 from slangvi.replicas._step import Numbers, Taken, Told, take_step, told_of, trouble
 from slangvi.replicas.state import Failure, Generators, Info, State, noise
 
-__all__ = ["Lockstep", "Settings"]
+__all__ = ["Lockstep"]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Numbers of each replica, float64, (K,), its schedules, and its prior as it was passed; warm-up is for all."""
+class LaneValues:
+    """Numbers of each replica, float64, (K,), its schedules and its prior.
 
-    num_data: Tensor
-    temperature: Tensor
-    momentum: Tensor
-    lr: _settings.Rates
-    precision_lr: _settings.Rates | None
-    prior_precision: Any
-    prior_mean: Any
-    precision_warmup: bool
+    Args:
+        settings: as they were passed.
+    """
 
-    @classmethod
-    def checked(
-        cls,
-        count: int,
-        num_data: Any,
-        lr: Any,
-        precision_lr: Any,
-        momentum: Any,
-        temperature: Any,
-        prior_precision: Any,
-        prior_mean: Any,
-        precision_warmup: bool,
-    ) -> Settings:
-        """From the arguments of `build`."""
-        sizes = _settings.numbers("num_data", num_data, count, lambda name, x: float(checks.count(name, x)))
-        heat = _settings.numbers("temperature", temperature, count, lambda name, x: checks.number(name, x, 0.0))
-        decay = _settings.numbers(
-            "momentum", momentum, count, lambda name, x: checks.number(name, x, 0.0, 1.0, closed="low")
+    def __init__(self, settings: ReplicaSettings) -> None:
+        count, beta = settings.num_replicas, settings.precision_lr
+        self.settings = settings
+        self.num_data = _settings.numbers(
+            "num_data", settings.num_data, count, lambda name, x: float(checks.count(name, x))
         )
-        alpha = _settings.Rates("lr", lr, count, 1.0 if precision_lr is None else float("inf"))
-        beta = None if precision_lr is None else _settings.Rates("precision_lr", precision_lr, count, 1.0)
-        warms_up = checks.flag("precision_warmup", precision_warmup)
-        return cls(sizes, heat, decay, alpha, beta, prior_precision, prior_mean, warms_up)
+        self.temperature = _settings.numbers(
+            "temperature", settings.temperature, count, lambda name, x: checks.number(name, x, 0.0)
+        )
+        self.momentum = _settings.numbers(
+            "momentum", settings.momentum, count, lambda name, x: checks.number(name, x, 0.0, 1.0, closed="low")
+        )
+        self.lr = _settings.Rates("lr", settings.lr, count, 1.0 if beta is None else math.inf)
+        self.precision_lr = None if beta is None else _settings.Rates("precision_lr", beta, count, 1.0)
 
     def numbers(self, steps: Tensor, index: Tensor, rows: Tensor) -> Tensor:
         """Those of some replicas at the steps they are about to take, with R rows each: float64, (k, 5)."""
         size, heat, decay = (pick(x, index) for x in (self.num_data, self.temperature, self.momentum))
         alpha = self.lr.at(steps, index)
         beta = alpha if self.precision_lr is None else self.precision_lr.at(steps, index)
-        if self.precision_warmup:
+        if self.settings.precision_warmup:
             beta = torch.maximum(beta, 1.0 / (steps + 1).to(beta.dtype))
         return torch.stack(Numbers(alpha, beta, decay, 1 - decay**steps, size / (heat * rows)), dim=1)
 
     def prior(self, state: State) -> Prior:
         """λ and μ₀ of every replica, (K, P)."""
-        lam = _settings.per_replica("prior_precision", self.prior_precision, state.spec, state.loc)
-        mean = _settings.per_replica("prior_mean", self.prior_mean, state.spec, state.loc, positive=False)
+        lam = _settings.per_replica("prior_precision", self.settings.prior_precision, state.spec, state.loc)
+        mean = _settings.per_replica("prior_mean", self.settings.prior_mean, state.spec, state.loc, positive=False)
         return Prior(lam, mean)
 
 
@@ -104,45 +90,26 @@ class Lockstep:
     """What is behind `Runs.update`.
 
     Args:
-        rule: of the method.
-        settings: numbers, schedules and priors.
+        settings: of all replicas.
         gather: from draws and batches to gradients.
-        draws: S.
-        constants: of the likelihoods, or a function of the steps that gives them.
-        memory_limit: bytes for rows.
-        strict: raise when a replica fails.
-        watch: told how far the means go.
-        graphs: what replays steps; None takes all of them eagerly.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        settings: Settings,
-        gather: LockstepGatherer,
-        draws: int,
-        constants: Any,
-        memory_limit: int | None,
-        strict: bool,
-        watch: Watch,
-        graphs: GraphKeeper | None = None,
-    ) -> None:
-        self.rule = rule
-        self.watch = watch
-        self.graphs = graphs
+    def __init__(self, settings: ReplicaSettings, gather: LockstepGatherer) -> None:
         self.settings = settings
         self.gather = gather
-        self.draws = draws
-        self.constants = constants
-        self.memory_limit = memory_limit
-        self.strict = strict
+        self.values = LaneValues(settings)
+        self.draws = settings.mc_samples
+        self.constants = checked_constants(settings.constants, settings.num_replicas)
+        self.rule = RULES[settings.method]
+        self.watch = Watch(settings.on_divergence, REMEDY)
+        self.graphs = GraphKeeper(self.rule) if settings.compile else None
         self._priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
 
     def prior_of(self, state: State) -> Prior:
         """λ and μ₀, worked out once."""
         key = (state.spec, state.loc.dtype, state.loc.device)
         if key not in self._priors:
-            self._priors[key] = self.settings.prior(state)
+            self._priors[key] = self.values.prior(state)
         return self._priors[key]
 
     def update(
@@ -158,8 +125,8 @@ class Lockstep:
         clock = int(new.step.max())
         if not self.watch.due(clock) or clock == int(state.step.max()):
             return
-        lr = self.settings.lr.at(state.step + 1, torch.arange(len(new.step)))
-        alpha, decay, steps = (x.to(new.loc).unsqueeze(1) for x in (lr, self.settings.momentum, new.step))
+        lr = self.values.lr.at(state.step + 1, torch.arange(len(new.step)))
+        alpha, decay, steps = (x.to(new.loc).unsqueeze(1) for x in (lr, self.values.momentum, new.step))
         after = replace(new, step=steps)
         lengths = step_length(state, after, self.prior_of(state), alpha, decay)
         # Those that stand still have gone nowhere, whatever their momentum says.
@@ -169,8 +136,8 @@ class Lockstep:
     def _taken(
         self, state: State, batch: Any, generators: Generators, counts: Sequence[int] | Tensor | None
     ) -> tuple[State, Info]:
-        if len(state.loc) != len(self.settings.num_data):
-            raise ValueError(f"state has {len(state.loc)} replicas, but num_replicas is {len(self.settings.num_data)}.")
+        if len(state.loc) != self.settings.num_replicas:
+            raise ValueError(f"state has {len(state.loc)} replicas, but num_replicas is {self.settings.num_replicas}.")
         data, sizes = read(batch, counts, self._constants_at(state.step + 1), state.loc)
         moving = (sizes > 0) & ~state.failed
         index = moving.nonzero().squeeze(1)
@@ -182,7 +149,7 @@ class Lockstep:
         pieces = zip(index.split(width), drawn.split(width), strict=True)
         parts = [self._advance(state, data, sizes, *piece) for piece in pieces] if len(index) else []
         failures = tuple(failure for part in parts for failure in part.failures)
-        if failures and self.strict:
+        if failures and self.settings.on_failure == "raise":
             raise NumericalError(_complaint(failures))
         return self._joined(state, parts, failures, sizes * self.draws)
 
@@ -195,7 +162,7 @@ class Lockstep:
         count, params = state.loc.shape
         if self.gather.model is not None:
             return count
-        return rows_within(self.memory_limit, self.draws * length * params * state.loc.element_size(), count)
+        return rows_within(self.settings.memory_limit, self.draws * length * params * state.loc.element_size(), count)
 
     def _advance(self, state: State, data: Minibatch, sizes: Tensor, index: Tensor, drawn: Tensor) -> _Part:
         """One step of some replicas."""
@@ -206,10 +173,10 @@ class Lockstep:
         data = data if whole else data.take(index)
         gathered = self.gather(state.spec, thetas, data)
         steps, rows = pick(state.step, index) + 1, pick(sizes, index) * self.draws
-        numbers = self.settings.numbers(steps, index, rows).to(state.loc.device)
+        numbers = self.values.numbers(steps, index, rows).to(state.loc.device)
         prior = Prior(pick(prior.precision, index), pick(prior.mean, index))
         taken = take_step(self.rule, lanes, gathered, prior, numbers)
-        told = told_of(taken, gathered, data.weights, (pick(self.settings.num_data, index) / rows).to(state.loc.device))
+        told = told_of(taken, gathered, data.weights, (pick(self.values.num_data, index) / rows).to(state.loc.device))
         if bool(taken.fine.all()):
             return _Part(index, taken.lanes, told, [], taken.precision)
         reasons = _reasons(taken, gathered.values, rows // self.draws, steps, state.spec)
@@ -231,8 +198,8 @@ class Lockstep:
             return None
         moving, rows = torch.zeros(count, dtype=torch.int64).index_fill_(0, index, 1), sizes * self.draws
         every, prior = torch.arange(count), self.prior_of(state)
-        numbers = self.settings.numbers(state.step + 1, every, rows.clamp_min(1))
-        share = self.settings.num_data / rows.clamp_min(1)
+        numbers = self.values.numbers(state.step + 1, every, rows.clamp_min(1))
+        share = self.values.num_data / rows.clamp_min(1)
         if len(index) < count:
             drawn = drawn.new_zeros(count, *drawn.shape[1:]).index_copy(0, index.to(drawn.device), drawn)
         numbers = torch.cat([numbers, torch.stack([share, moving.to(share.dtype)], 1)], 1)

@@ -1,20 +1,23 @@
-"""Arguments that may differ between replicas: one value for all, or a sequence of K values."""
+"""Settings of replicas: what may differ between them is one value for all, or a sequence of K values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slangvi import checks
+from slangvi.divergence import REACTIONS
 from slangvi.params import ParamSpec
 from slangvi.params.values import per_parameter
 from slangvi.schedules import Schedule
+from slangvi.settings import Engine
 
-__all__ = ["Rates", "listed", "numbers", "per_replica", "pick"]
+__all__ = ["Rates", "ReplicaSettings", "listed", "numbers", "per_replica", "pick"]
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -100,3 +103,77 @@ class Rates:
         if type(value) is float and 0.0 < value <= self.high < math.inf:
             return value
         return checks.rate(name, value, self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSettings:
+    """Settings of `slangvi.replicas.build`.
+
+    Args:
+        num_replicas: K.
+        num_data: N, examples in the training set.
+        rank: L ≥ 0, columns of U.
+        lr: α, a number or a function of the step counted from 1.
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor; K in a sequence, or (K, P).
+        prior_mean: μ₀, likewise.
+        precision_lr: β, at most 1; None follows `lr`.
+        momentum: γ.
+        mc_samples: S, draws of the weights per step.
+        init_precision: d at the start; given like `prior_precision`.
+        temperature: the likelihood is weighed by 1/temperature.
+        precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)); for all replicas.
+        constants: any nesting of tensors (K, ...), of which each likelihood sees its own entry: a noise precision, say.
+            Or a function that makes it from the steps the replicas are about to take, counted from 1, (K,) on the CPU:
+            a noise that falls while a network learns.
+        model: the module behind `log_likelihood`, so that the factored engine can see its layers.
+        engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
+        memory_limit: bytes the dense engine's rows may take; replicas beyond it wait for their turn, at least one is
+            advanced at a time.
+        on_failure: a replica that meets NaN or Inf is left where it was, told in `info`, and the others go on
+            ("freeze"); or the step raises `NumericalError` ("raise").
+        on_divergence: what to do when the mean of a replica keeps going to and fro by more than a posterior standard
+            deviation in a step, as with rates that are far too large: "warn", "raise" or "ignore".
+        compile: on a GPU in float32, replay the step of all replicas as one CUDA graph, tens of times as fast for small
+            networks. The first step of each shape of batch, and ever rarer ones at which gradients are checked, run
+            eagerly; where nothing can be captured a warning says why and all do. What `log_likelihood` reads besides
+            its arguments must stay where it is.
+        method: "slang", or "online_eig" for SLANG-OnlineEig, whose replicas are what `online_eig.build` makes of them;
+            beyond rank 5 that one has no graphs.
+    """
+
+    num_replicas: int
+    num_data: int | Sequence[int]
+    rank: int
+    lr: Schedule | Sequence[Schedule]
+    prior_precision: Any = 1.0
+    prior_mean: Any = 0.0
+    precision_lr: Schedule | Sequence[Schedule] | None = None
+    momentum: float | Sequence[float] = 0.9
+    mc_samples: int = 1
+    init_precision: Any = 1.0
+    temperature: float | Sequence[float] = 1.0
+    precision_warmup: bool = True
+    constants: Any = None
+    model: nn.Module | None = None
+    engine: Engine | None = None
+    memory_limit: int | None = None
+    on_failure: str = "freeze"
+    on_divergence: str = "warn"
+    compile: bool = False
+    method: Literal["slang", "online_eig"] = "slang"
+
+    def __post_init__(self) -> None:
+        checks.count("num_replicas", self.num_replicas)
+        checks.rank("rank", self.rank)
+        checks.count("mc_samples", self.mc_samples)
+        checks.flag("precision_warmup", self.precision_warmup)
+        checks.choice("on_failure", self.on_failure, ("freeze", "raise"))
+        checks.choice("on_divergence", self.on_divergence, REACTIONS)
+        checks.flag("compile", self.compile)
+        checks.choice("method", self.method, ("slang", "online_eig"))
+        if self.engine is not None:
+            checks.choice("engine", self.engine, ("factored", "dense"))
+        if self.engine == "factored" and self.model is None:
+            raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
+        if self.memory_limit is not None:
+            checks.count("memory_limit", self.memory_limit, hint="It is a number of bytes.")

@@ -154,7 +154,7 @@ def init(
         >>> state.loc.shape, state.prec_factor.shape, state.step
         (torch.Size([2, 3]), torch.Size([2, 1, 3]), tensor([0, 0]))
     """
-    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    rank = checks.rank("rank", rank)
     together = _together(params, num_replicas, stacked)
     spec = ParamSpec.of({name: value[0] for name, value in together.items()})
     dtype = state_dtype(list(together.values()))

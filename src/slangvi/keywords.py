@@ -1,0 +1,118 @@
+"""Functions and classes whose keywords are the fields of a settings object, so that both are written once.
+
+A function takes `**options` and makes the settings object of them. Decorated with `keywords_of(Settings)`, it shows the
+fields of `Settings` in its signature, to type checkers, and in its docstring, where they take the place of the entry
+`options`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+__all__ = ["document_fields", "field_docs", "init_keywords_of", "keywords_of"]
+
+P = ParamSpec("P")
+A = TypeVar("A")
+B = TypeVar("B")
+R = TypeVar("R")
+
+_ENTRY = re.compile(r"^    (\w+): ", re.M)
+# The entry of a docstring that stands for all fields, with the lines that continue it.
+_OPTIONS = re.compile(r"^(?P<indent> *)options: .*\n(?:(?P=indent) +.*\n)*", re.M)
+
+
+def keywords_of(
+    settings: Callable[P, Any],
+) -> Callable[[Callable[Concatenate[A, ...], R]], Callable[Concatenate[A, P], R]]:
+    """Show the fields of a settings class as keywords of a function that has one argument besides `**options`.
+
+    Args:
+        settings: a dataclass whose docstring says what its fields mean under "Args:".
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Settings:
+        ...     '''Settings.
+        ...
+        ...     Args:
+        ...         rank: columns of the factor.
+        ...     '''
+        ...     rank: int = 1
+        >>> @keywords_of(Settings)
+        ... def build(x, **options):
+        ...     '''Build.
+        ...
+        ...     Args:
+        ...         x: data.
+        ...         options: see `Settings`.
+        ...     '''
+        ...     return Settings(**options).rank
+        >>> build(None, rank=3), list(inspect.signature(build).parameters), "rank: columns" in build.__doc__
+        (3, ['x', 'rank'], True)
+    """
+    return lambda function: _show(function, settings)
+
+
+def init_keywords_of(
+    settings: Callable[P, Any],
+) -> Callable[[Callable[Concatenate[A, B, ...], None]], Callable[Concatenate[A, B, P], None]]:
+    """Show them as keywords of an `__init__` that has one argument besides `self`; `document_fields` does the class."""
+    return lambda function: _show(function, settings)
+
+
+def _show(function: Any, settings: Any) -> Any:
+    own = inspect.signature(function)
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [parameter for parameter in own.parameters.values() if parameter.kind not in kinds]
+    function.__signature__ = own.replace(parameters=[*named, *inspect.signature(settings).parameters.values()])
+    function.settings_class = settings
+    function.__doc__ = _expanded(function.__doc__, settings)
+    return function
+
+
+def document_fields(kind: type) -> None:
+    """Put the fields that the `__init__` of a class takes into the docstring of the class."""
+    if "__doc__" in vars(kind) and hasattr(kind.__init__, "settings_class"):  # type: ignore[misc]
+        kind.__doc__ = _expanded(kind.__doc__, kind.__init__.settings_class)  # type: ignore[misc]
+
+
+def _expanded(text: str | None, settings: Any) -> str | None:
+    """Return a docstring with the entry `options` replaced by those of all fields."""
+
+    def entries(match: re.Match[str]) -> str:
+        known = field_docs(settings)
+        lines = [line for name in _init_names(settings) for line in f"{name}: {known[name]}".split("\n")]
+        return "".join(f"{match['indent']}{line}\n" for line in lines)
+
+    return text and _OPTIONS.sub(entries, text, count=1)
+
+
+def _init_names(settings: Any) -> list[str]:
+    """Return the names of the fields that the constructor takes, those given by position first."""
+    return sorted((item.name for item in fields(settings) if item.init), key=list(_signature(settings)).index)
+
+
+def _signature(settings: Any) -> dict[str, Any]:
+    return dict(inspect.signature(settings).parameters)
+
+
+def field_docs(settings: Any) -> dict[str, str]:
+    """Return what the docstrings of a settings class and its bases say of each field.
+
+    Lines after the first one keep their indentation relative to the name. A class may say anew what a field of a base
+    means.
+    """
+    found: dict[str, str] = {}
+    for kind in reversed(settings.__mro__):
+        text = inspect.cleandoc(vars(kind).get("__doc__") or "")
+        section = re.search(r"^Args:\n((?:    .*\n?)+)", text, re.M)
+        if section:
+            names = _ENTRY.split(section[1])[1:]
+            for name, body in zip(names[::2], names[1::2], strict=True):
+                found[name] = re.sub(r"\n    ", "\n", body.rstrip())
+    return found
