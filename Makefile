@@ -95,7 +95,8 @@ loops-page: $(STAMP) ## write docs/loops.md from examples/loops
 correctness: $(STAMP) ## measure every oracle, write the tables of docs/correctness.md
 	@PYTHONPATH=tests $(BIN)/python -m correctness.page
 
-pages: $(STAMP) ## run the code of all pages, renew the output and the pictures they show
+pages: $(STAMP) ## renew docs/architecture.md, and the output and pictures that other pages show of their code
+	@PYTHONPATH=tests $(BIN)/python -m house
 	@MPLBACKEND=Agg PYTHONPATH=tests $(BIN)/python -m pages $(PAGES)
 
 docs: $(STAMP) ## build the documentation, warnings are errors

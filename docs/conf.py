@@ -18,7 +18,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx-mathjax-offline",  # formulas are shown without a network too
 ]
-exclude_patterns = ["_build", "_performance_notes.md", "_results_notes.md"]
+exclude_patterns = ["_build", "_architecture_notes.md", "_performance_notes.md", "_results_notes.md"]
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 math_eqref_format = "({number})"

@@ -6,17 +6,14 @@ import ast
 import importlib
 import inspect
 import sys
-from pathlib import Path
 
 import pytest
 
+import house
 import slangvi
+from house import LAYERS
 
-ROOT = Path(slangvi.__file__).parent
-FILES = {
-    ".".join(("slangvi", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
-    for path in sorted(ROOT.rglob("*.py"))
-}
+FILES = house.source_files(house.LIBRARY)
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 
@@ -60,22 +57,6 @@ def foreign(name: str) -> bool:
     return not within(name, "slangvi") and name.split(".")[0] not in sys.stdlib_module_names
 
 
-# Rooms of the house, from the ground up: each imports from the lines above its own, and from itself.
-LAYERS = (
-    ("errors", "files", "types", "keywords", "live_bytes", "environment"),
-    ("checks", "out_of_memory"),
-    ("params", "linalg", "quadrature", "priors"),
-    ("distributions", "grads", "likelihoods", "schedules"),
-    ("divergence", "metrics"),
-    ("settings", "plots"),
-    ("optimizer",),
-    ("methods",),
-    ("replicas", "memory", "checkpoint", "tracking", "data"),
-    ("predict",),
-    ("estimators",),
-    ("tabular",),
-    ("cli",),
-)
 # Third-party packages that a room may import besides torch; where it is not said, any.
 PACKAGES = {"linalg": (), "distributions": (), "types": (), "errors": (), "files": (), "checks": (), "params": ()}
 
@@ -238,3 +219,7 @@ def test_nothing_prints_outside_the_command_line():
     for name, tree in TREES.items():
         calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
         assert within(name, "slangvi.cli") or "print" not in {call.func.id for call in calls}, name
+
+
+def test_the_page_that_shows_the_tree_is_not_stale():
+    assert house.PAGE.read_text(encoding="utf-8") == house.page(), "run `make pages`."

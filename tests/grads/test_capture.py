@@ -404,6 +404,7 @@ def test_the_global_random_state_is_left_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.choreography
 def test_buffers_are_left_alone_by_replays():
     class Counter(nn.Module):
         def __init__(self):

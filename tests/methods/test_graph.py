@@ -240,6 +240,7 @@ def test_steps_that_overflow_are_refused_by_name_and_leave_the_state(cuda, what)
         assert state.step == 7
 
 
+@pytest.mark.choreography
 def test_graphs_hold_the_constants_they_read(cuda):
     model, batch = problem()
     opt = optimizer(model, True)

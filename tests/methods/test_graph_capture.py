@@ -64,6 +64,7 @@ def test_memory_is_reserved_in_one_piece_less_what_is_free(cuda, monkeypatch, se
     assert memory.peak == taken * MB
 
 
+@pytest.mark.choreography
 def test_nothing_is_reserved_where_another_allocator_has_no_pieces(cuda, monkeypatch):
     def refuses():
         raise RuntimeError("cudaMallocAsync does not yet support snapshot")

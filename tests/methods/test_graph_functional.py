@@ -149,6 +149,7 @@ def runners(monkeypatch) -> list[GraphRunner]:
     return made
 
 
+@pytest.mark.choreography
 def test_every_shape_of_batch_has_its_graph_and_the_latest_few_are_kept(cuda, monkeypatch):
     made = runners(monkeypatch)
     model, (x, y) = problem()
@@ -310,6 +311,7 @@ def test_states_may_be_looked_at_long_after_others_were_made_from_them(cuda, ahe
         assert_same_state(eager, replayed)
 
 
+@pytest.mark.choreography
 def test_graphs_go_with_what_was_built(taped, monkeypatch):
     found = runners(monkeypatch)
     model, batch = problem()

@@ -93,6 +93,7 @@ def test_dropout_and_closures_go_on_as_before(cuda):
     assert "write_draw" in cuda.replayed
 
 
+@pytest.mark.choreography
 def test_rates_may_change_and_shapes_alternate(cuda):
     eager, replayed, (x, y) = pair()
     for opt in (eager, replayed):
@@ -106,6 +107,7 @@ def test_rates_may_change_and_shapes_alternate(cuda):
     assert [graph.rows[0].num_rows for graph in replayed._graphs.graphs.values()] == [33, 40]
 
 
+@pytest.mark.choreography
 def test_the_latest_few_graphs_are_kept(cuda):
     eager, replayed, (x, y) = pair()
     sizes = (40, 39, 38, 37, 36, 35)
@@ -119,6 +121,7 @@ def test_the_latest_few_graphs_are_kept(cuda):
     assert "go_forward" not in cuda.captured  # only calls with one argument and no keywords are
 
 
+@pytest.mark.choreography
 def test_passes_of_shapes_that_take_turns_do_not_push_each_other_out(cuda):
     eager, replayed, (x, y) = pair()
     sizes = (40, 39, 38, 37, 36, 35)
@@ -130,6 +133,7 @@ def test_passes_of_shapes_that_take_turns_do_not_push_each_other_out(cuda):
     assert cuda.captured.count("go_forward") == cuda.captured.count("go_back") == MOST_GRAPHS
 
 
+@pytest.mark.choreography
 def test_shapes_seen_long_ago_are_forgotten(cuda, monkeypatch):
     monkeypatch.setattr(_graph_loop, "_MOST_SEEN", 1)
     eager, replayed, (x, y) = pair()
@@ -223,6 +227,7 @@ def test_changes_between_steps_are_taken_over(cuda, change):
     assert "write_draw" in cuda.replayed
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
 )
@@ -339,6 +344,7 @@ def test_rows_of_another_make_do_not_fit(change):
     assert leaves_of([group()])[0] != leaves_of([group(), group()])[0]
 
 
+@pytest.mark.choreography
 def test_priors_are_told_apart_while_their_graph_lives(cuda):
     """The key holds the prior's identity, and the graph the prior itself: a freed one cannot be mistaken."""
     eager, replayed, batch = pair()
@@ -351,6 +357,7 @@ def test_priors_are_told_apart_while_their_graph_lives(cuda):
     assert all(isinstance(graph.prior, Prior) for graph in replayed._graphs.graphs.values())
 
 
+@pytest.mark.choreography
 def test_rows_that_are_too_large_to_be_copied_are_left_where_they_are(cuda, monkeypatch):
     monkeypatch.setattr(_row_leaves, "MOST_BYTES", 100)
     eager, replayed, batch = pair()
@@ -366,6 +373,7 @@ def test_rows_that_are_too_large_to_be_copied_are_left_where_they_are(cuda, monk
     assert not cuda.captured
 
 
+@pytest.mark.choreography
 @pytest.mark.filterwarnings("ignore:compile=True has no effect on a step like this one")
 def test_a_large_batch_now_and_then_does_not_stop_the_others_from_being_replayed(cuda, monkeypatch):
     eager, replayed, (x, y) = pair()
@@ -382,6 +390,7 @@ def test_a_large_batch_now_and_then_does_not_stop_the_others_from_being_replayed
     assert cuda.replayed.count("whole") + cuda.replayed.count("watch") > 4
 
 
+@pytest.mark.choreography
 def test_a_state_is_copied_when_it_is_looked_at_and_not_before(cuda):
     opt, batch = optimizer(problem()[0], True, on_divergence="ignore"), problem()[1]
     for _ in range(12):
@@ -392,6 +401,7 @@ def test_a_state_is_copied_when_it_is_looked_at_and_not_before(cuda):
     assert latest.tensors.data_ptr() == opt._state.loc.data_ptr() != latest.graph.state.data_ptr()
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize("overwrite", ["step", "load"])
 def test_a_state_nobody_has_looked_at_is_copied_before_it_is_overwritten(cuda, overwrite):
     model, batch = problem()
@@ -438,6 +448,7 @@ def test_rows_that_lie_in_each_others_places_are_not_mixed_up(order):
     assert [float(place[0]) for place in step.places] == list(order)
 
 
+@pytest.mark.choreography
 def test_graphs_of_a_loop_are_captured_in_memory_that_was_counted_with_nothing_held(cuda, monkeypatch):
     asked = []
 

@@ -74,6 +74,7 @@ MAKES = {
 TOLERANCES = {"float64": 1e-12, "bfloat16": 2e-2}
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize("name", MAKES)
 def test_replayed_passes_equal_eager_ones(replays, name):
     def scene(opt, x, y):
@@ -87,6 +88,7 @@ def test_replayed_passes_equal_eager_ones(replays, name):
         assert opt.model.first.weight.grad is not None
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize("name", ["dropout", "words", "residual", "unused"])
 def test_steps_from_replayed_passes_equal_eager_ones(replays, name):
     def scene(opt, x, y):
@@ -107,17 +109,20 @@ OPTIONS = {
 }
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize("name", OPTIONS)
 def test_replayed_passes_equal_eager_ones_whatever_the_options(replays, name):
     assert_both_alike(lambda opt, x, y: [*passes(opt, x, y, 6), *one_step(opt, x, y)], **OPTIONS[name])
     assert replays() == 7 - 3
 
 
+@pytest.mark.choreography
 def test_without_checks_all_passes_but_the_first_two_are_replayed(replays):
     assert_both_alike(lambda opt, x, y: passes(opt, x, y, 9), verify=False)
     assert replays() == 9 - 2
 
 
+@pytest.mark.choreography
 def test_two_shapes_alternate(replays):
     def scene(opt, x, y):
         for k in range(8):
@@ -129,6 +134,7 @@ def test_two_shapes_alternate(replays):
     assert replays() == 16 - 6  # 1, 2, 4, 8 and 16 are checked; 3 and 4 are the first of the second shape
 
 
+@pytest.mark.choreography
 def test_draws_of_one_step_share_a_batch_or_have_their_own(replays):
     def scene(opt, x, y):
         for k in range(6):
@@ -142,6 +148,7 @@ def test_draws_of_one_step_share_a_batch_or_have_their_own(replays):
     assert replays() == 18 - 5
 
 
+@pytest.mark.choreography
 def test_micro_batches_share_a_block(replays):
     def scene(opt, x, y):
         yield from passes(opt, x[:20], y[:20])
@@ -156,6 +163,7 @@ def test_micro_batches_share_a_block(replays):
     assert replays() == 14 - 4
 
 
+@pytest.mark.choreography
 def test_micro_batches_that_always_share_a_block(replays):
     def scene(opt, x, y):
         for _ in range(8):
@@ -171,6 +179,7 @@ def test_micro_batches_that_always_share_a_block(replays):
     assert replays() == 16 - 6
 
 
+@pytest.mark.choreography
 def test_gradients_accumulate_over_passes(replays):
     def scene(opt, x, y):
         for _ in range(6):
@@ -185,6 +194,7 @@ def test_gradients_accumulate_over_passes(replays):
     assert replays() == 12 - 4
 
 
+@pytest.mark.choreography
 def test_a_closure_is_replayed_at_every_draw(replays):
     def scene(opt, x, y):
         def closure():
@@ -201,6 +211,7 @@ def test_a_closure_is_replayed_at_every_draw(replays):
     assert replays() == 12 - 4
 
 
+@pytest.mark.choreography
 def test_scaled_losses_are_scaled_back_and_skipped_when_they_overflow(replays):
     def scene(opt, x, y):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
@@ -217,6 +228,7 @@ def test_scaled_losses_are_scaled_back_and_skipped_when_they_overflow(replays):
     assert replays() == 8 - 4
 
 
+@pytest.mark.choreography
 def test_losses_may_use_some_outputs_or_change_them_in_place(replays):
     def scene(opt, x, y):
         for _ in range(7):
@@ -227,6 +239,7 @@ def test_losses_may_use_some_outputs_or_change_them_in_place(replays):
     assert replays() == 14 - 4
 
 
+@pytest.mark.choreography
 def test_gradients_are_added_to_what_is_there_and_belong_to_nobody_else(replays):
     def scene(opt, x, y):
         for _ in range(7):
@@ -239,6 +252,7 @@ def test_gradients_are_added_to_what_is_there_and_belong_to_nobody_else(replays)
     assert replays() == 7 - 3
 
 
+@pytest.mark.choreography
 def test_what_earlier_passes_left_is_not_overwritten_by_later_ones(replays):
     opt, (x, y) = replaying_on(problem)
     passes(opt, x, y)
@@ -256,6 +270,7 @@ def test_what_earlier_passes_left_is_not_overwritten_by_later_ones(replays):
     assert len({float(copies[k].norm()) for k in range(0, len(copies), len(copies) // 4)}) == 4
 
 
+@pytest.mark.choreography
 def test_rows_of_earlier_draws_may_be_put_together_after_later_ones(replays):
     def scene(opt, x, y):
         yield from passes(opt, x, y)
@@ -268,6 +283,7 @@ def test_rows_of_earlier_draws_may_be_put_together_after_later_ones(replays):
     assert replays() == 12 - 4
 
 
+@pytest.mark.choreography
 def test_a_batch_may_be_overwritten_between_draws_and_before_the_step(replays):
     def scene(opt, x, y):
         place, noise = torch.empty_like(x), torch.Generator().manual_seed(0)
@@ -283,6 +299,7 @@ def test_a_batch_may_be_overwritten_between_draws_and_before_the_step(replays):
     assert replays() == 12 - 4
 
 
+@pytest.mark.choreography
 def test_a_batch_may_be_overwritten_between_forward_and_backward(replays):
     """Which autograd itself refuses where it is not replayed."""
     opt, (x, y) = replaying_on(problem)

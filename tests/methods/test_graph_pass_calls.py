@@ -44,6 +44,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.choreography
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("early", [True, False], ids=["before the capture", "after the capture"])
 @pytest.mark.parametrize("place", ["", "act"])
@@ -65,6 +66,7 @@ def test_hooks_of_others_are_called_and_replays_come_back_without_them(replays, 
     assert_both_alike(scene, seeded(Activated))
 
 
+@pytest.mark.choreography
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("kind", ["module_forward_hook", "module_forward_pre_hook", "module_full_backward_hook"])
 def test_global_hooks_are_called(replays, kind):
@@ -98,6 +100,7 @@ CALLS = {
 }
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize("name", CALLS)
 def test_other_calls_run_eagerly(replays, name):
     def scene(opt, x, y):
@@ -122,6 +125,7 @@ def test_inputs_get_their_gradients(taped):
     assert_both_alike(scene)
 
 
+@pytest.mark.choreography
 def test_a_forward_that_the_user_has_put_there_is_called_and_left_there(replays):
     def scene(opt, x, y):
         calls = []
@@ -159,6 +163,7 @@ def test_a_forward_that_the_user_puts_there_inside_a_block_is_left_there(taped):
     assert_both_alike(scene)
 
 
+@pytest.mark.choreography
 def test_logging_without_gradients_inside_the_block_is_harmless(replays):
     def scene(opt, x, y):
         for _ in range(12):
@@ -200,6 +205,7 @@ def test_evaluation_outside_blocks_is_not_replayed(taped):
     assert_both_alike(scene, lambda: problem(dropout=0.4))
 
 
+@pytest.mark.choreography
 def test_modes_are_told_apart(replays):
     def scene(opt, x, y):
         for k in range(14):
@@ -210,6 +216,7 @@ def test_modes_are_told_apart(replays):
     assert replays() == 14 - 4 - 1  # 1, 2, 4 and 8 are checked, and 3 is the second of the first kind
 
 
+@pytest.mark.choreography
 def test_a_layer_called_by_itself_is_still_read(replays):
     def scene(opt, x, y):
         yield from passes(opt, x, y)
@@ -225,6 +232,7 @@ def test_a_layer_called_by_itself_is_still_read(replays):
 SIZES = [(33, 40), (40, 33), (40, 40)]
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize("order", [1, -1], ids=["first back first", "last back first"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_of_two_calls_before_backward_both_are_read(replays, sizes, order):
@@ -260,6 +268,7 @@ def test_of_two_calls_of_known_shapes_before_backward_both_are_read(taped, order
     assert_both_alike(scene, seeded(twofold))
 
 
+@pytest.mark.choreography
 def test_a_call_that_never_goes_back_does_not_stand_in_the_way(replays):
     def scene(opt, x, y):
         yield from passes(opt, x, y)
@@ -289,6 +298,7 @@ def go_along_and_back(loss, model):
     loss.backward()
 
 
+@pytest.mark.choreography
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("go", [go_twice, go_twice_over, go_along_and_back])
 def test_what_needs_more_than_one_way_back_is_refused_and_leaves_everything_working(replays, go):
@@ -361,6 +371,7 @@ def test_autograd_grad_is_no_training_signal(taped, all_of_them, kept):
     assert_both_alike(scene)
 
 
+@pytest.mark.choreography
 def test_a_gradient_may_be_taken_down_to_the_output_first(replays):
     def scene(opt, x, y):
         yield from passes(opt, x, y)
@@ -407,6 +418,7 @@ def test_weights_changed_between_the_ways_are_refused_as_ever(taped):
     assert_both_alike(scene)
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize("when", ["before forward", "before backward", "after backward"])
 def test_an_error_inside_the_block_leaves_the_model_as_it_was(replays, when):
     def scene(opt, x, y):

@@ -180,6 +180,7 @@ def part_in_eval_mode(model):
     model.second.train()
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize(("make", "changed"), CHANGES)
 def test_changes_of_the_model_between_blocks_are_seen(replays, make, changed):
     def scene(opt, x, y):
@@ -211,6 +212,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("first", [True, False], ids=["from the start", "later"])
 def test_inputs_may_lie_differently_in_memory(replays, name, first):
@@ -224,6 +226,7 @@ def test_inputs_may_lie_differently_in_memory(replays, name, first):
     assert replays() == (1 if first else 3)
 
 
+@pytest.mark.choreography
 def test_channels_may_come_last(replays):
     def scene(opt, x, y):
         for given in (x, x.to(memory_format=torch.channels_last), x):

@@ -108,6 +108,7 @@ class Counts(Net):
         return super().forward(x)
 
 
+@pytest.mark.choreography
 def test_buffers_that_forward_changes_in_place_go_on(replays):
     def scene(opt, x, y):
         for k in range(12):

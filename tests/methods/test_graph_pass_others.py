@@ -52,6 +52,7 @@ class Mixes(Net):
         return self.second(hidden + self.share * hidden.mean(0))
 
 
+@pytest.mark.choreography
 def test_a_model_that_begins_to_mix_examples_is_found_out_at_the_next_check(replays):
     def scene(opt, x, y):
         yield from passes(opt, x, y, 9)
@@ -66,6 +67,7 @@ def test_a_model_that_begins_to_mix_examples_is_found_out_at_the_next_check(repl
     assert_both_alike(scene, seeded(Mixes))
 
 
+@pytest.mark.choreography
 def test_micro_batches_in_one_block_do_not_hide_what_a_check_has_found(replays):
     def scene(opt, x, y):
         yield from passes(opt, x, y)
@@ -151,6 +153,7 @@ DUPLICATES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle
 INSIDE = [(how, inside) for how in DUPLICATES for inside in (False, True)]
 
 
+@pytest.mark.choreography
 @pytest.mark.parametrize(("how", "inside"), list(INSIDE))
 def test_copies_of_the_model_are_models_of_their_own(replays, how, inside):
     def scene(opt, x, y):
@@ -172,6 +175,7 @@ def test_copies_of_the_model_are_models_of_their_own(replays, how, inside):
     assert replays() == 12 - 4
 
 
+@pytest.mark.choreography
 def test_copies_made_inside_a_block_can_be_replayed_themselves(replays):
     opt, (x, y) = replaying_on(problem)
     with opt.sampled_params(train=True):
@@ -193,6 +197,7 @@ def test_copies_of_the_optimizer_replay_by_themselves(taped, how):
     assert_same(told[0], told[2])
 
 
+@pytest.mark.choreography
 def test_parameters_added_later_are_replayed_with_the_others(replays):
     told = []
     for compiled in (False, True):
@@ -258,6 +263,7 @@ def test_the_dense_engine_is_left_alone(taped):
     assert "go_forward" not in taped.captured
 
 
+@pytest.mark.choreography
 def test_shapes_that_were_not_seen_for_long_make_room_for_others(taped, monkeypatch):
     monkeypatch.setattr(_graph_pass, "_LONG_AGO", 8)
     opt, (x, y) = replaying_on(problem)

@@ -182,6 +182,7 @@ def test_on_a_cpu_it_says_so():
     assert_alike(found, 0.0)
 
 
+@pytest.mark.choreography
 def test_only_the_latest_kinds_keep_their_graphs(taped):
     problem = regression(torch.float32)
     runs = problem.runs(compile=True)

@@ -1,4 +1,4 @@
-"""A module"s parameters as one flat vector: writing to them, and noticing when somebody else does."""
+"""A module's parameters as one flat vector: writing to them, and noticing when somebody else does."""
 
 from __future__ import annotations
 
