@@ -12,7 +12,7 @@ LOOPS  := $(VENV)/.installed-loops
 BENCH  ?= step layers scale replicas
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types unit coverage bench correctness pages loops loops-page docs licences audit wheel clean
+.PHONY: help demo test lint format types unit unit-reproduction coverage bench correctness pages loops loops-page docs licences audit wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -43,7 +43,7 @@ demo: $(DEMO) ## install, train on embedded data, print the table, write demo.pn
 	@echo "--> slangvi demo"
 	@$(BIN)/slangvi demo --out demo.png
 
-test: $(STAMP) lint types unit ## install, lint, type-check, run tests and doctests
+test: $(STAMP) lint types unit unit-reproduction ## install, lint, type-check, run tests and doctests
 
 lint: $(STAMP) ## ruff: style, docstrings, imports
 	@echo "--> ruff"
@@ -58,14 +58,16 @@ types: $(STAMP) ## mypy --strict on both packages
 	@echo "--> mypy --strict"
 	@$(BIN)/mypy
 
-unit: $(STAMP) ## tests and doctests of the library and of the reproduction, two workers
+unit: $(STAMP) ## tests and doctests of the library, two workers
 	@echo "--> pytest, the library"
 	@$(BIN)/python -m pytest -q -n 2 -m "not slow" $(PYTEST_ARGS)
+
+unit-reproduction: $(STAMP) ## tests and doctests of the reproduction, two workers
 	@echo "--> pytest, the reproduction"
 	@cd reproduction && ../$(BIN)/python -m pytest -q -n 2 -m "not slow" $(PYTEST_ARGS)
 
-coverage: $(STAMP) ## tests of the library; they must cover 95 % of it
-	@$(BIN)/python -m pytest -q -n 2 -m "not slow" --cov --cov-report=term --cov-fail-under=95 $(PYTEST_ARGS)
+coverage: override PYTEST_ARGS += --cov --cov-report=term --cov-fail-under=95
+coverage: unit unit-reproduction ## the same; tests must cover 95 % of each package
 
 # The list is complete and nothing else is resolved, so that no peer can bring another torch.
 $(PEERS): $(STAMP) reproduction/benchmarks/peers.txt
@@ -123,4 +125,4 @@ wheel: $(STAMP) ## build the wheel twice into dist/, and see that the bytes are 
 	@cmp dist/*.whl build/again/*.whl && echo "the same twice: $$(ls dist/*.whl)"
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) $(AUDIT) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(AUDIT) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage reproduction/.pytest_cache reproduction/.hypothesis

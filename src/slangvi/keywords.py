@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-__all__ = ["document_fields", "field_docs", "init_keywords_of", "keywords_of"]
+__all__ = ["bind_settings", "document_fields", "field_docs", "init_keywords_of", "keywords_of"]
 
 P = ParamSpec("P")
 A = TypeVar("A")
 B = TypeVar("B")
 R = TypeVar("R")
+S = TypeVar("S")
 
 _ENTRY = re.compile(r"^    (\w+): ", re.M)
 # The entry of a docstring that stands for all fields, with the lines that continue it.
@@ -61,8 +62,34 @@ def keywords_of(
 def init_keywords_of(
     settings: Callable[P, Any],
 ) -> Callable[[Callable[Concatenate[A, B, ...], None]], Callable[Concatenate[A, B, P], None]]:
-    """Show them as keywords of an `__init__` that has one argument besides `self`; `document_fields` does the class."""
+    """Show the fields of a settings class as keywords of an `__init__` that has one argument besides `self`.
+
+    Args:
+        settings: as in `keywords_of`. `document_fields` puts the fields into the docstring of the class.
+    """
     return lambda function: _show(function, settings)
+
+
+def bind_settings(name: str, settings: Callable[P, S], *args: P.args, **options: P.kwargs) -> S:
+    """Return the settings object that a call describes, or raise the `TypeError` of a function of this name.
+
+    Args:
+        name: of the function or class that was called, for the message.
+        settings: class of the object.
+        args: fields given by position.
+        options: fields given by name.
+
+    Example:
+        >>> bind_settings("build", dict, rank=1)
+        {'rank': 1}
+    """
+    try:
+        inspect.signature(settings).bind(*args, **options)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
+    except ValueError:  # built-in classes have no signature
+        pass
+    return settings(*args, **options)
 
 
 def _show(function: Any, settings: Any) -> Any:
@@ -76,9 +103,10 @@ def _show(function: Any, settings: Any) -> Any:
 
 
 def document_fields(kind: type) -> None:
-    """Put the fields that the `__init__` of a class takes into the docstring of the class."""
-    if "__doc__" in vars(kind) and hasattr(kind.__init__, "settings_class"):  # type: ignore[misc]
-        kind.__doc__ = _expanded(kind.__doc__, kind.__init__.settings_class)  # type: ignore[misc]
+    """Put the fields that a class's own `__init__` takes into the docstring of the class."""
+    settings = getattr(vars(kind).get("__init__"), "settings_class", None)
+    if settings is not None:
+        kind.__doc__ = _expanded(kind.__doc__, settings)
 
 
 def _expanded(text: str | None, settings: Any) -> str | None:

@@ -21,8 +21,11 @@ from slangvi.schedules import Schedule
 from slangvi.types import Routes
 
 __all__ = [
+    "BETAS",
+    "EPS",
     "AdamOptimizerSettings",
     "AdamSettings",
+    "CheckedFields",
     "CompiledOptimizerSettings",
     "CompiledSettings",
     "CurvatureOptimizerSettings",
@@ -43,6 +46,9 @@ __all__ = [
 Engine = Literal["factored", "dense"]
 LogLikelihood = Callable[[Params, Any], Tensor]
 T = TypeVar("T")
+# Defaults of Adam.
+BETAS = (0.9, 0.999)
+EPS = 1e-8
 
 
 def per_group(default: T) -> T:
@@ -57,8 +63,16 @@ def check_schedule(name: str, schedule: Schedule | None, high: float = math.inf)
         checks.rate(name, schedule, high)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MethodSettings:
+class CheckedFields:
+    """Base of frozen settings, whose fields are checked and converted when an object is made."""
+
+    def _check(self, name: str, check: Callable[..., Any], *bounds: Any, **others: Any) -> None:
+        """Replace a field by the plain value that a check returns for it; the check raises if there is none."""
+        object.__setattr__(self, name, check(name, getattr(self, name), *bounds, **others))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MethodSettings(CheckedFields):
     """Settings of every method.
 
     Args:
@@ -75,17 +89,13 @@ class MethodSettings:
     mc_samples: int = 1
     temperature: float = 1.0
 
-    def _check(self, name: str, check: Callable[..., Any], *bounds: Any, **others: Any) -> None:
-        """Replace a field by what a check makes of it, a plain number for a tensor of one, or let it raise."""
-        object.__setattr__(self, name, check(name, getattr(self, name), *bounds, **others))
-
     def __post_init__(self) -> None:
         self._check("num_data", checks.count, hint="Pass the number of training examples, len(train_set).")
         self._check("mc_samples", checks.count)
         self._check("temperature", checks.number, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class OptimizerSettings(MethodSettings):
     """Settings of every optimizer.
 
@@ -121,7 +131,7 @@ class OptimizerSettings(MethodSettings):
         return {item.name: getattr(self, item.name) for item in fields(self) if item.metadata.get("per_group")}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class GaussianSettings(MethodSettings):
     """Settings of methods whose posterior is a Gaussian.
 
@@ -137,7 +147,7 @@ class GaussianSettings(MethodSettings):
 # ---- methods that estimate the curvature from the gradient of every example
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CurvatureSettings(GaussianSettings):
     """Settings of methods that average the curvature of every example.
 
@@ -149,7 +159,7 @@ class CurvatureSettings(GaussianSettings):
         verify: check examples against the definition of their gradient, ever more rarely.
         memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take;
             None leaves it to fixed defaults.
-        routes: what the factored engine forms, and how it finds the spectrum; None leaves it to counting.
+        routes: what the factored engine forms, and how SLANG finds the spectrum; None leaves it to counting.
         on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
             step, which is what too large a rate comes to: "warn" once, "raise" `DivergenceError`, or "ignore".
     """
@@ -176,12 +186,15 @@ class CurvatureSettings(GaussianSettings):
         return (self.routes or Routes()).within(self.memory_limit)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class FunctionalSettings(CurvatureSettings):
-    """Settings of their `build`.
+    """Settings of `build` for methods that average the curvature of every example.
 
     Args:
         precision_lr: β, a number or a function of the step, at most 1; None follows `lr`, as in the paper.
+        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
+            step, as long as the steps of one run follow each other: "warn", once for what is built here, "raise"
+            `DivergenceError`, or "ignore". Results are the same.
         model: the module behind `log_likelihood`, so that the factored engine can see its layers.
         engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
     """
@@ -201,11 +214,11 @@ class FunctionalSettings(CurvatureSettings):
 
     @property
     def highest_lr(self) -> float:
-        """What α may not exceed: it must do as β where that follows it."""
+        """Largest α that is allowed: 1 where β follows it, since β is the weight of an average."""
         return 1.0 if self.precision_lr is None else math.inf
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class HessianSettings(FunctionalSettings):
     """Settings of `build` where the exact Hessian may stand in for the empirical Fisher.
 
@@ -222,9 +235,9 @@ class HessianSettings(FunctionalSettings):
         self._check("curvature", checks.choice, ("ef", "hessian"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Rank:
-    """The one field that comes before all others.
+    """The rank, which signatures show before the other settings.
 
     Args:
         rank: L ≥ 0, columns of the low-rank precision factor U.
@@ -233,7 +246,7 @@ class _Rank:
     rank: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LowRankSettings(FunctionalSettings, _Rank):
     """Settings of `build` for precisions that are low-rank plus diagonal."""
 
@@ -244,7 +257,7 @@ class LowRankSettings(FunctionalSettings, _Rank):
         self._check("rank", checks.rank)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CompiledSettings(LowRankSettings):
     """Settings of `build` where steps can be captured in CUDA graphs.
 
@@ -263,9 +276,9 @@ class CompiledSettings(LowRankSettings):
         self._check("compile", checks.flag)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
-    """Settings of their optimizers.
+    """Settings of optimizers that average the curvature of every example.
 
     Args:
         curvature: "ef", the empirical Fisher of the paper.
@@ -288,7 +301,7 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
         self._check("curvature", checks.choice, ("ef",))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LowRankOptimizerSettings(CurvatureOptimizerSettings, _Rank):
     """Settings of optimizers whose precision is low-rank plus diagonal."""
 
@@ -300,7 +313,7 @@ class LowRankOptimizerSettings(CurvatureOptimizerSettings, _Rank):
         self._check("rank", checks.rank)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CompiledOptimizerSettings(LowRankOptimizerSettings):
     """Settings of optimizers whose steps can be captured in CUDA graphs.
 
@@ -327,7 +340,7 @@ class CompiledOptimizerSettings(LowRankOptimizerSettings):
 # ---- methods that move by Adam
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class AdamSettings(MethodSettings):
     """Settings of methods that move by Adam.
 
@@ -338,8 +351,8 @@ class AdamSettings(MethodSettings):
     """
 
     lr: Schedule = per_group(1e-3)
-    betas: tuple[float, float] = per_group((0.9, 0.999))
-    eps: float = per_group(1e-8)
+    betas: tuple[float, float] = per_group(BETAS)
+    eps: float = per_group(EPS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -348,9 +361,9 @@ class AdamSettings(MethodSettings):
         self._check("eps", checks.number, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class AdamOptimizerSettings(OptimizerSettings, AdamSettings):
-    """Settings of their optimizers.
+    """Settings of optimizers that move by Adam.
 
     Args:
         lr: α of Adam.

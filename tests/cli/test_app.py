@@ -53,6 +53,17 @@ def test_packages_add_commands_by_entry_points(monkeypatch):
     assert invoke("report", "--help").exit_code == 0
 
 
+def test_a_package_that_cannot_be_imported_does_not_keep_others_from_working(monkeypatch):
+    point = EntryPoint("more", "slangvi_nowhere:command", command_line.ENTRY_POINTS)
+    monkeypatch.setattr(command_line, "entry_points", lambda group: [point])
+    assert "more" in invoke("--help").output
+    result = invoke("more", "--anything")
+    assert result.exit_code == 1
+    assert result.output == (
+        "Error: 'slangvi more' cannot be imported from slangvi_nowhere:command: No module named 'slangvi_nowhere'\n"
+    )
+
+
 def test_help_of_the_demo_names_its_options_and_defaults():
     result = invoke("demo", "--help")
     assert result.exit_code == 0

@@ -7,6 +7,8 @@ A rebuilt core has to reproduce the stored results to 1e-9, however it draws. Tw
 - Methods whose update uses the noise itself (BBB, MC dropout) run under `GivenRandomness`, which fills every random
   tensor from the same sequence.
 
+How draws are made is not covered here: `tests/linalg` and `tests/test_distributions.py` hold their mean and covariance.
+
 What is stored does not depend on a choice of signs or rotations of the factor either: the mean, the variances and the
 product of the precision with a vector in the end, and four numbers along the way.
 
@@ -45,18 +47,21 @@ SPREAD = 0.1
 
 
 def uniform(count: int, key: int) -> Tensor:
-    """Numbers between 0 and 1 that are spread evenly: multiples of an irrational number, without their integer part."""
+    """Return numbers between 0 and 1 that are spread evenly: fractions of multiples of an irrational number."""
     places = torch.arange(1, count + 1, dtype=DOUBLE) + 1000.0 * key
     return (places * 0.6180339887498949 + 0.1 * (places * 0.7548776662466927).frac()).frac().clamp(1e-3, 1 - 1e-3)
 
 
 def noise(count: int, key: int) -> Tensor:
-    """The same by the quantiles of a normal distribution."""
+    """Return standard normal numbers, the quantiles of `uniform`."""
     return math.sqrt(2.0) * torch.erfinv(2 * uniform(count, key) - 1)
 
 
 class GivenRandomness(TorchDispatchMode):
     """Fill every random tensor from `uniform` or `noise`, element after element since `begin_step`.
+
+    Args:
+        strict: raise where a random operation is not known; else it stays random.
 
     Example:
         >>> with GivenRandomness() as given:
@@ -65,24 +70,35 @@ class GivenRandomness(TorchDispatchMode):
         True
     """
 
-    NORMAL = frozenset({"normal_", "randn", "normal"})
-    UNIFORM = frozenset({"uniform_", "rand"})
-    BERNOULLI = frozenset({"bernoulli_", "bernoulli"})
+    def __init__(self, strict: bool = True) -> None:
+        super().__init__()
+        self.strict = strict
 
     def begin_step(self, key: int) -> None:
         """Start the sequence of a step."""
         self.key, self.used = key, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        found = func(*args, **(kwargs or {}))
-        if name in self.NORMAL:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        name, given = func.overloadpacket.__name__, dict(kwargs or {})
+        found = func(*args, **given)
+        if name in ("randn", "randn_like"):
             return found.copy_(self._next(noise, found))
-        if name in self.UNIFORM:
+        if name in ("rand", "rand_like"):
             return found.copy_(self._next(uniform, found))
-        if name in self.BERNOULLI:
-            chance = args[1] if name == "bernoulli_" else args[0]
-            return found.copy_(self._next(uniform, found) < chance)
+        low, high = (*args[1:3], *(given.get(key) for key in ("from", "to") if key in given), None, None)[:2]
+        if name == "normal_":
+            mean, std = (0.0 if low is None else low), (1.0 if high is None else high)
+            return found.copy_(mean + std * self._next(noise, found))
+        if name == "uniform_":
+            start, end = (0.0 if low is None else low), (1.0 if high is None else high)
+            return found.copy_(start + (end - start) * self._next(uniform, found))
+        if name in ("bernoulli", "bernoulli_"):
+            chances = args[1] if len(args) > 1 else given.get("p", args[0] if name == "bernoulli" else 0.5)
+            return found.copy_(self._next(uniform, found) < chances)
+        if self.strict:
+            raise NotImplementedError(f"{name} is random, and nothing is given for it: add it here.")
         return found
 
     def _next(self, source: Callable[[int, int], Tensor], like: Tensor) -> Tensor:
@@ -163,6 +179,7 @@ class Method:
 
 PRIOR = {"prior_precision": {"*bias": 0.5, "*": 2.0}, "prior_mean": 0.05, "init_precision": 30.0, "temperature": 0.8}
 RATES = {"lr": 0.1, "precision_lr": 0.07}
+DROPOUT = {"lr": 0.02, "rates": 0.2, "prior_precision": {"*bias": 0.5, "*": 2.0}, "temperature": 0.8}
 METHODS = {
     "slang": Method("slang", "SLANG", {**PRIOR, **RATES, "rank": 3, "momentum": 0.8}),
     "slang_rank0": Method("slang", "SLANG", {**PRIOR, "lr": 0.1, "rank": 0, "precision_warmup": False}),
@@ -181,10 +198,14 @@ METHODS = {
     "mc_dropout": Method(
         "mc_dropout",
         "MCDropout",
-        {"lr": 0.02, "rates": 0.2, "prior_precision": {"*bias": 0.5, "*": 2.0}, "temperature": 0.8},
+        DROPOUT,
         {"masks": "draw"},
         by_noise=True,
     ),
+    "bbb_log": Method("bbb", "BBB", {**PRIOR, "lr": 0.02, "scale": "log"}, by_noise=True),
+    "mc_dropout_kl": Method("mc_dropout", "MCDropout", {**DROPOUT, "decay": "kl"}, {"masks": "draw"}, by_noise=True),
+    "mc_dropout_examples": Method("mc_dropout", None, {**DROPOUT, "mc_samples": 2}, by_noise=True),
+    "bbb_draws": Method("bbb", None, {**PRIOR, "lr": 0.02, "mc_samples": 2}, by_noise=True),
 }
 
 
@@ -197,7 +218,8 @@ class Trace:
     def add(self, posterior: Any, expected_log_likelihood: float, kl: float) -> None:
         """Note one step: mean, variance, fit and divergence, a number each."""
         probe = noise(len(posterior.mean), 999)
-        self.rows.append([float(posterior.mean @ probe), float(posterior.variance.sum()), expected_log_likelihood, kl])
+        numbers = [float(posterior.mean @ probe), float(posterior.variance.sum()), expected_log_likelihood, kl]
+        self.rows.append([number for number in numbers if not math.isnan(number)])  # q of dropout has no divergence
 
     def finish(self, posterior: Any) -> Results:
         """The numbers of all steps, and the distribution after the last one."""
@@ -230,7 +252,7 @@ def run_functional(method: Method, model_name: str, engine: str, **others: Any) 
     vi = getattr(slangvi, method.functional).build(log_likelihood, num_data=NUM_DATA, **options)
     state, trace = vi.init(dict(model.named_parameters())), Trace()
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    with GivenRandomness() as given:
+    with GivenRandomness(strict=method.by_noise) as given:
         for step in range(1, STEPS + 1):
             given.begin_step(step)
             if not method.by_noise:
@@ -254,7 +276,7 @@ def run_closures(method: Method, model_name: str, engine: str) -> Results:
     model, trace = build_model(model_name), Trace()
     options = {**method.options} if method.by_noise else {**method.options, "engine": engine}
     opt = getattr(slangvi, method.optimizer)(model, num_data=NUM_DATA, **options)
-    with GivenRandomness() as given:
+    with GivenRandomness(strict=method.by_noise) as given:
         for step in range(1, STEPS + 1):
             given.begin_step(step)
             x, y = batch_of(model_name, step)
@@ -293,6 +315,62 @@ def run_loop(method: Method, model_name: str) -> Results:
         schedule.step()
         trace.add(opt.posterior, 0.0, opt.kl())
     return trace.finish(opt.posterior)
+
+
+def run_groups(model_name: str) -> Results:
+    """SLANG with groups that differ, one of which joins after five steps, and losses divided for accumulation."""
+    model, trace = build_model(model_name), Trace()
+    params = list(model.parameters())
+    groups = [{"params": params[:1], "lr": 0.05, "prior_precision": 3.0}, {"params": params[1:-1], "precision_lr": 0.2}]
+    opt = slangvi.SLANG(model, groups, num_data=NUM_DATA, rank=2, lr=0.1, init_precision=30.0, accumulation_steps=2)
+    for step in range(1, STEPS + 1):
+        if step == 6:
+            opt.add_param_group({"params": params[-1:], "momentum": 0.5})
+        loc = opt.posterior.mean
+        x, y = batch_of(model_name, step)
+        for part in (slice(0, 3), slice(3, None)):
+            with opt.sampled_params(train=True):
+                whole = torch.cat([loc, torch.cat([p.detach().flatten() for p in params])[len(loc) :]])
+                write_weights(model, draw_places(whole, step))
+                opt.zero_grad()
+                (F.cross_entropy(model(x[part]), y[part]) / 2).backward()
+        opt.step()
+        trace.add(opt.posterior, 0.0, opt.kl())
+    return trace.finish(opt.posterior)
+
+
+def run_replicas(method: str, model_name: str, engine: str) -> Results:
+    """Two runs in lockstep with rates of their own, each at its own places."""
+    model = build_model(model_name)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    place = torch.zeros(2, sum(shape.numel() for shape in shapes.values()), dtype=DOUBLE)
+
+    def log_likelihood(params: dict[str, Tensor], batch: tuple[Tensor, Tensor], own: Tensor) -> Tensor:
+        pieces = own.split([shape.numel() for shape in shapes.values()])
+        with torch.no_grad():
+            for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
+                params[name].copy_(piece.view(shape))
+        return -F.cross_entropy(functional_call(model, params, (batch[0],)), batch[1], reduction="none")
+
+    options: dict[str, Any] = {**PRIOR, "rank": 3, "momentum": 0.8, "lr": [0.1, 0.05], "precision_lr": 0.07}
+    runs = slangvi.replicas.build(
+        log_likelihood,
+        num_replicas=2,
+        num_data=NUM_DATA,
+        constants=lambda steps: place,
+        model=model,
+        engine=engine,
+        method=method,
+        **options,
+    )
+    state = runs.init(dict(model.named_parameters()))
+    for step in range(1, STEPS + 1):
+        place = torch.stack([draw_places(loc, step) for loc in state.loc])
+        batch = tuple(torch.stack([part, part]) for part in batch_of(model_name, step))
+        state, _ = runs.update(state, batch)
+    q = runs.posterior(state)
+    product_ = q.precision_matrix @ noise(place.shape[1], 998)
+    return {"mean": q.mean.numpy(), "variance": q.variance.numpy(), "precision_product": product_.numpy()}
 
 
 def run_exact(family: str) -> Results:
@@ -338,6 +416,11 @@ def all_runs() -> Iterator[Run]:
     for model, engine in product(MODELS, ("dense", "factored")):
         key = f"slang-draws/{model}"
         yield Run(f"{key}/{engine}", key, partial(run_functional, METHODS["slang"], model, engine, **draws))
+    for model in MODELS:
+        yield Run(f"slang-groups/{model}", f"slang-groups/{model}", partial(run_groups, model))
+    for method, engine in product(("slang", "online_eig"), ("dense", "factored")):
+        key = f"replicas/{method}/mlp"
+        yield Run(f"{key}/{engine}", key, partial(run_replicas, method, "mlp", engine))
     for family in ("full", "mean_field"):
         yield Run(f"exact/{family}", f"exact/{family}", partial(run_exact, family))
 

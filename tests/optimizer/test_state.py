@@ -6,10 +6,12 @@ import copy
 import io
 import math
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import slangvi.optimizer
 from helpers.optimizer_runs import N, assert_identical, flat, make, model_and_data, train
@@ -176,7 +178,7 @@ def test_copies_keep_their_routes(duplicate, options):
     model, x, y = model_and_data()
     opt = train(make(model, **options), x, y)
     twin = duplicate(opt)
-    assert twin.settings == opt.settings
+    assert vars(twin.settings) == vars(opt.settings)
     assert twin._routes == opt._routes
     assert_identical(train(twin, x, y), train(opt, x, y))
 
@@ -253,3 +255,26 @@ def test_elbo_of_the_closure_of_step_says_what_to_pass_and_other_errors_stay():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         opt.elbo(lambda: F.cross_entropy(model(x[:, :1]), y))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_pickles_of_the_first_version_are_read():
+    """State, settings, groups and generator; written by version 0.1 for SLANG and BBB."""
+    path = Path(__file__).parents[1] / "golden" / "optimizers-0.1.pickle"
+    for name, (opt, mean, variance) in pickle.loads(path.read_bytes()).items():
+        assert torch.equal(opt.posterior.mean, mean)
+        torch.testing.assert_close(opt.posterior.variance, variance)
+        assert (opt.settings.num_data, opt.defaults["lr"], opt._state.step) == (10, 0.05, 2)
+        assert {"SLANG": ("rank", 2), "BBB": ("scale", "log")}[name] in vars(opt.settings).items()
+        opt.step(lambda opt=opt: backward(F.cross_entropy(opt.model(torch.ones(2, 3)), torch.tensor([0, 1]))))
+        assert opt._state.step == 3
+
+
+def backward(loss):
+    loss.backward()
+    return loss
+
+
+def test_copies_have_the_defaults_of_the_original():
+    opt = slangvi.SLANG(nn.Linear(3, 2), num_data=10)
+    opt.defaults["lr"] = 0.5
+    assert copy.deepcopy(opt).defaults["lr"] == 0.5

@@ -35,8 +35,7 @@ class _Extensible(click.Group):
         if own is not None:
             return own
         if cmd_name in (added := _added()):
-            command: click.Command = added[cmd_name].load()
-            return command
+            return _loaded(added[cmd_name])
         return _missing(cmd_name) if cmd_name in REPRODUCTION else None
 
 
@@ -45,20 +44,36 @@ def _added() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
+def _loaded(point: EntryPoint) -> click.Command:
+    """Return the command of another package, or one that says why it cannot be imported."""
+    try:
+        command: click.Command = point.load()
+    except Exception as error:  # whatever the package does when it is imported
+        reason = f"'slangvi {point.name}' cannot be imported from {point.value}: {error}"
+        return _failing(point.name, "(cannot be imported)", reason)
+    return command
+
+
 def _missing(name: str) -> click.Command:
-    """Return a command that says how to get the package it is in, whatever its arguments."""
+    """Return a command that says how to get the package it is in."""
+    return _failing(
+        name,
+        f"{REPRODUCTION[name]} (not installed)",
+        f"'slangvi {name}' is in the package slangvi-reproduction: pip install ./reproduction, in a clone of slangvi.",
+    )
+
+
+def _failing(name: str, about: str, reason: str) -> click.Command:
+    """Return a command that ends with a reason, whatever its arguments."""
 
     @click.command(
         name,
         context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
         add_help_option=False,
-        short_help=f"{REPRODUCTION[name]} (not installed)",
+        short_help=about,
     )
     def command() -> None:
-        raise click.ClickException(
-            f"'slangvi {name}' is in the package slangvi-reproduction: "
-            "pip install ./reproduction, in a clone of slangvi."
-        )
+        raise click.ClickException(reason)
 
     return command
 

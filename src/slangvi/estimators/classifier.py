@@ -18,7 +18,7 @@ from slangvi.estimators._parameters import EstimatorParameters
 from slangvi.estimators._training import Rows
 from slangvi.estimators._training_settings import AutoRates
 from slangvi.estimators.data import Array
-from slangvi.keywords import keywords_of
+from slangvi.keywords import bind_settings, keywords_of
 
 __all__ = ["SLANGClassifier"]
 
@@ -55,7 +55,7 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
 
     @keywords_of(EstimatorParameters)
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._store(EstimatorParameters(*args, **options))
+        self._store(bind_settings(type(self).__name__, EstimatorParameters, *args, **options))
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SLANGClassifier:
         """Learn a posterior from rows X (n, D) and labels y (n,).

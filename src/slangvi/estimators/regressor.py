@@ -20,7 +20,7 @@ from slangvi.estimators._parameters import RegressorParameters
 from slangvi.estimators._training import Rows
 from slangvi.estimators._training_settings import AutoRates
 from slangvi.estimators.data import Array, Scale, is_rounding, moments
-from slangvi.keywords import keywords_of
+from slangvi.keywords import bind_settings, keywords_of
 
 __all__ = ["SLANGRegressor"]
 
@@ -50,7 +50,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
 
     @keywords_of(RegressorParameters)
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._store(RegressorParameters(*args, **options))
+        self._store(bind_settings(type(self).__name__, RegressorParameters, *args, **options))
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

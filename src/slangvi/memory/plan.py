@@ -166,7 +166,7 @@ def estimate_memory(
     checks.choice("interface", interface, ("optimizer", "functional"))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the module itself.")
-    rank = checks.count("rank", rank, least=0, hint="0 keeps the diagonal only; 1 to 32 is usual.")
+    rank = checks.rank("rank", rank)
     mc_samples = checks.count("mc_samples", mc_samples)
     options = {"rank": rank, "mc_samples": mc_samples, "engine": engine, "memory_limit": memory_limit, "verify": verify}
     seen = rehearse(model, batch, interface, loss, options)

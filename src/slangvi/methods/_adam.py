@@ -21,14 +21,13 @@ from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.params import ParamSpec
 from slangvi.params.state import require_finite
 from slangvi.schedules import Rate
+from slangvi.settings import BETAS, EPS
 
 __all__ = ["BETAS", "EPS", "AdamOptimizer", "Betas", "Moving", "Number", "fitted", "moved", "require_moved"]
 
 # A number, or a tensor that broadcasts against (..., P): one for every run of a batch is (..., 1).
 Number = float | Tensor
 Betas = tuple[Number, Number]
-BETAS: Betas = (0.9, 0.999)
-EPS = 1e-8
 ADAM_REMEDY = "Lower lr, or use float64 parameters."
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.keywords import init_keywords_of, keywords_of
+from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import DiagonalPrecision
 from slangvi.linalg.noise import standard_normal
 from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number, fitted, moved, require_moved
@@ -232,11 +232,12 @@ def posterior(state: State) -> LowRankPrecisionNormal:
     return LowRankPrecisionNormal(state.loc, factor, diag, validate_args=False, param_spec=state.spec)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class BBBSettings(AdamSettings, GaussianSettings):
     """Settings of `build`.
 
     Args:
+        mc_samples: S, draws of the weights per step, each shared by the whole batch.
         init_precision: 1/σ² at the start; for networks 100 to 1000, since noise of σ = 1 drowns what they say. Number,
             dict or tensor.
         scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ: what Adam moves.
@@ -249,7 +250,7 @@ class BBBSettings(AdamSettings, GaussianSettings):
         self._check("scale", checks.choice, ("softplus", "log"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class BBBOptimizerSettings(AdamOptimizerSettings, BBBSettings):
     """Settings of `BBB`."""
 
@@ -276,7 +277,7 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
         >>> state.loc, info.num_rows
         (tensor([ 0.1000, -0.1000]), 2)
     """
-    settings = BBBSettings(**options)
+    settings = bind_settings("build", BBBSettings, **options)
     basics, gather = Basics(settings), sum_gatherer(log_likelihood)
 
     def take(state: State, batch: Any, generator: torch.Generator | None) -> tuple[State, Info]:
@@ -326,7 +327,7 @@ class BBB(AdamOptimizer[State, Info]):
 
     @init_keywords_of(BBBOptimizerSettings)
     def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__(model, BBBOptimizerSettings(*args, **options))
+        super().__init__(model, bind_settings(type(self).__name__, BBBOptimizerSettings, *args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         return init(params, hyper.per_parameter("init_precision"), self.settings.scale)

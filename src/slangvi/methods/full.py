@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from slangvi.distributions import DensePrecisionNormal
 from slangvi.errors import NumericalError
-from slangvi.keywords import init_keywords_of, keywords_of
+from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import DensePrecision, factorize_dense
 from slangvi.methods._averages import debiasing, mean_gradient
 from slangvi.methods._build import Common
@@ -176,13 +176,33 @@ def posterior(state: State) -> DensePrecisionNormal:
     return DensePrecisionNormal(state.loc, state.prec_matrix, validate_args=False, param_spec=state.spec)
 
 
-@keywords_of(HessianSettings)
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FullSettings(HessianSettings):
+    """Settings of `build`.
+
+    Args:
+        memory_limit: bytes that gradients in the making and temporaries may take; the step itself forms all R rows and
+            several P×P matrices, whatever the limit.
+    """
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FullOptimizerSettings(CurvatureOptimizerSettings):
+    """Settings of `FullGaussian`.
+
+    Args:
+        memory_limit: bytes that gradients in the making and temporaries may take; the step itself forms all R rows and
+            several P×P matrices, whatever the limit.
+    """
+
+
+@keywords_of(FullSettings)
 def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
     """Full-Gaussian inference as pure functions over an immutable state.
 
     Args:
         log_likelihood: (params, batch) → (M,), the log-likelihood of each example.
-        options: settings, see `slangvi.settings.HessianSettings`.
+        options: settings, see `FullSettings`.
 
     Returns:
         `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
@@ -199,7 +219,7 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
         tensor([[3., 2.],
                 [2., 5.]])
     """
-    settings = HessianSettings(**options)
+    settings = bind_settings("build", FullSettings, **options)
     common, begin = Common(log_likelihood, settings), partial(init, init_precision=settings.init_precision)
     exact = settings.curvature == "hessian"
     hessian = hessian_gatherer(log_likelihood, diagonal=False, dtypes=common.dtypes) if exact else None
@@ -213,7 +233,7 @@ class FullGaussian(GaussianOptimizer[State, Info]):
 
     Args:
         model: any module; call it with the batch as first dimension.
-        options: settings, see `slangvi.settings.CurvatureOptimizerSettings`.
+        options: settings, see `FullOptimizerSettings`.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -229,9 +249,9 @@ class FullGaussian(GaussianOptimizer[State, Info]):
 
     _update = staticmethod(update)
 
-    @init_keywords_of(CurvatureOptimizerSettings)
+    @init_keywords_of(FullOptimizerSettings)
     def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__(model, CurvatureOptimizerSettings(*args, **options))
+        super().__init__(model, bind_settings(type(self).__name__, FullOptimizerSettings, *args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         return init(params, hyper.per_parameter("init_precision"))

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.grads.dense import batch_size
-from slangvi.keywords import init_keywords_of, keywords_of
+from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.methods import _masks
 from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number, fitted, moved, require_moved
 from slangvi.methods._build import Basics
@@ -272,7 +272,7 @@ def posterior(state: State) -> DroppedWeights:
     return DroppedWeights(state.loc, state.rates, state.spec)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _DropoutSettings(MethodSettings):
     """Settings of both interfaces.
 
@@ -290,7 +290,7 @@ class _DropoutSettings(MethodSettings):
         self._check("decay", checks.choice, ("gal", "kl"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MCDropoutSettings(AdamSettings, _DropoutSettings):
     """Settings of `build`.
 
@@ -309,7 +309,7 @@ class MCDropoutSettings(AdamSettings, _DropoutSettings):
         self._check("masks", checks.choice, ("example", "draw"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MCDropoutOptimizerSettings(AdamOptimizerSettings, _DropoutSettings):
     """Settings of `MCDropout`."""
 
@@ -336,7 +336,7 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
         >>> state.loc, info.num_rows, vi.posterior(state).variance
         (tensor([0.9000, 0.9000]), 2, tensor([0.8100, 0.8100]))
     """
-    settings = MCDropoutSettings(**options)
+    settings = bind_settings("build", MCDropoutSettings, **options)
     basics, by_example = Basics(settings), settings.masks == "example"
     gather = (_masks.example_gatherer if by_example else _masks.draw_gatherer)(log_likelihood)
 
@@ -387,7 +387,7 @@ class MCDropout(AdamOptimizer[State, Info]):
 
     @init_keywords_of(MCDropoutOptimizerSettings)
     def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__(model, MCDropoutOptimizerSettings(*args, **options))
+        super().__init__(model, bind_settings(type(self).__name__, MCDropoutOptimizerSettings, *args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         spec, loc = flat_start(params)

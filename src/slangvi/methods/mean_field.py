@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
-from slangvi.keywords import init_keywords_of, keywords_of
+from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import DiagonalPrecision
 from slangvi.methods._averages import debiasing, lerp, mean_gradient
 from slangvi.methods._build import Common
@@ -167,7 +167,7 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
         >>> state.prec_diag, info.num_rows
         (tensor([3., 5.]), 2)
     """
-    settings = HessianSettings(**options)
+    settings = bind_settings("build", HessianSettings, **options)
     common, begin = Common(log_likelihood, settings), partial(init, init_precision=settings.init_precision)
     exact = settings.curvature == "hessian"
     hessian = hessian_gatherer(log_likelihood, diagonal=True, dtypes=common.dtypes) if exact else None
@@ -197,7 +197,7 @@ class VOGN(GaussianOptimizer[State, Info]):
 
     @init_keywords_of(CurvatureOptimizerSettings)
     def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__(model, CurvatureOptimizerSettings(*args, **options))
+        super().__init__(model, bind_settings(type(self).__name__, CurvatureOptimizerSettings, *args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         return init(params, hyper.per_parameter("init_precision"))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
-from slangvi.keywords import init_keywords_of, keywords_of
+from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg.assignment import best_assignment
 from slangvi.linalg.krylov import Eigenpairs, leading_eigenpairs
 from slangvi.linalg.products import column_squares, gram_float64
@@ -258,7 +258,7 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
         >>> state.prec_factor.shape, info.num_rows
         (torch.Size([1, 2]), 2)
     """
-    settings = LowRankSettings(**options)
+    settings = bind_settings("build", LowRankSettings, **options)
     begin = partial(init, rank=settings.rank, init_precision=settings.init_precision)
     return Common(log_likelihood, settings, settings.rank).transform(begin, update, sample, posterior)
 
@@ -288,7 +288,7 @@ class OnlineEig(GaussianOptimizer[State, Info]):
 
     @init_keywords_of(LowRankOptimizerSettings)
     def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__(model, LowRankOptimizerSettings(*args, **options))
+        super().__init__(model, bind_settings(type(self).__name__, LowRankOptimizerSettings, *args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         return init(params, self.settings.rank, hyper.per_parameter("init_precision"))

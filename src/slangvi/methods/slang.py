@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
-from slangvi.keywords import init_keywords_of, keywords_of
+from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.methods._averages import debiasing
 from slangvi.methods._build import Common, Replay
 from slangvi.methods._gaussian import start
@@ -148,7 +148,7 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
         >>> state.step, info.num_rows
         (1, 2)
     """
-    settings = CompiledSettings(**options)
+    settings = bind_settings("build", CompiledSettings, **options)
     common = Common(log_likelihood, settings, settings.rank)
     replay = _replay(common) if settings.compile else None
     begin = partial(init, rank=settings.rank, init_precision=settings.init_precision)
@@ -198,7 +198,7 @@ class SLANG(ReplayingOptimizer[State, Info]):
 
     @init_keywords_of(CompiledOptimizerSettings)
     def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__(model, CompiledOptimizerSettings(*args, **options))
+        super().__init__(model, bind_settings(type(self).__name__, CompiledOptimizerSettings, *args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         return init(params, self.settings.rank, hyper.per_parameter("init_precision"))

@@ -15,7 +15,6 @@ from slangvi.optimizer._drawing import Drawing
 from slangvi.optimizer._hooks import called, held
 from slangvi.optimizer._inferred import StateT
 from slangvi.params.packing import check_packed, pack
-from slangvi.settings import OptimizerSettings
 
 __all__ = ["Saving"]
 
@@ -67,23 +66,31 @@ class Saving(Drawing[StateT]):
         # Copies and pickles carry the model along: an optimizer without its module could not read gradients.
         groups = [{**g, "params": [self._name_of[id(p)] for p in g["params"]]} for g in self.param_groups]
         settings = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
-        settings["generator"] = self.generator
-        return _restore, (type(self), self.model, groups, type(self.settings), settings, self.state_dict())
+        others = {"generator": self.generator, "settings_class": type(self.settings)}
+        return _restore, (type(self), self.model, groups, self.defaults, settings, others, self.state_dict())
 
 
 def _restore(
     kind: type[Saving[Any]],
     model: nn.Module,
     groups: list[dict[str, Any]],
-    settings_class: type[OptimizerSettings],
+    defaults: dict[str, Any],
     settings: dict[str, Any],
+    others: dict[str, Any],
     state: dict[str, Any],
 ) -> Saving[Any]:
-    """Build a copied or unpickled optimizer anew on its model."""
+    """Build a copied or unpickled optimizer anew on its model.
+
+    Pickles of version 0.1 have some settings among the defaults and the others, and some that a method does not use.
+    """
     named = dict(model.named_parameters())
-    groups = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
+    settings_class = others.get("settings_class") or kind.__init__.settings_class  # type: ignore[attr-defined]
+    known = {item.name for item in fields(settings_class)}
+    given = {name: value for name, value in {**defaults, **settings, **others}.items() if name in known}
+    given["params"] = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
     opt = kind.__new__(kind)
-    Saving.__init__(opt, model, settings_class(**{**settings, "params": groups}))
+    Saving.__init__(opt, model, settings_class(**given))
+    opt.defaults.update(defaults)
     opt.load_state_dict(state)
     return opt
 

@@ -15,7 +15,7 @@ from slangvi.divergence import REACTIONS
 from slangvi.params import ParamSpec
 from slangvi.params.values import per_parameter
 from slangvi.schedules import Schedule
-from slangvi.settings import Engine
+from slangvi.settings import CheckedFields, Engine
 
 __all__ = ["Rates", "ReplicaSettings", "listed", "numbers", "per_replica", "pick"]
 
@@ -105,8 +105,8 @@ class Rates:
         return checks.rate(name, value, self.high)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaSettings:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReplicaSettings(CheckedFields):
     """Settings of `slangvi.replicas.build`.
 
     Args:
@@ -163,17 +163,17 @@ class ReplicaSettings:
     method: Literal["slang", "online_eig"] = "slang"
 
     def __post_init__(self) -> None:
-        checks.count("num_replicas", self.num_replicas)
-        checks.rank("rank", self.rank)
-        checks.count("mc_samples", self.mc_samples)
-        checks.flag("precision_warmup", self.precision_warmup)
-        checks.choice("on_failure", self.on_failure, ("freeze", "raise"))
-        checks.choice("on_divergence", self.on_divergence, REACTIONS)
-        checks.flag("compile", self.compile)
-        checks.choice("method", self.method, ("slang", "online_eig"))
+        self._check("num_replicas", checks.count)
+        self._check("rank", checks.rank)
+        self._check("mc_samples", checks.count)
+        self._check("precision_warmup", checks.flag)
+        self._check("on_failure", checks.choice, ("freeze", "raise"))
+        self._check("on_divergence", checks.choice, REACTIONS)
+        self._check("compile", checks.flag)
+        self._check("method", checks.choice, ("slang", "online_eig"))
         if self.engine is not None:
-            checks.choice("engine", self.engine, ("factored", "dense"))
+            self._check("engine", checks.choice, ("factored", "dense"))
         if self.engine == "factored" and self.model is None:
             raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
         if self.memory_limit is not None:
-            checks.count("memory_limit", self.memory_limit, hint="It is a number of bytes.")
+            self._check("memory_limit", checks.count, hint="It is a number of bytes.")

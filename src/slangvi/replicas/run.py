@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.keywords import keywords_of
+from slangvi.keywords import bind_settings, keywords_of
 from slangvi.methods import slang
 from slangvi.params import Params
 from slangvi.replicas._advance import Lockstep
@@ -70,7 +70,7 @@ def build(log_likelihood: Callable[..., Tensor], **options: Any) -> Runs:
         >>> state.step, info.num_rows
         (tensor([1, 1]), tensor([2, 3]))
     """
-    settings = ReplicaSettings(**options)
+    settings = bind_settings("build", ReplicaSettings, **options)
 
     def paired(params: Params, batch: Any, own: Any) -> Tensor:
         return log_likelihood(params, batch) if settings.constants is None else log_likelihood(params, batch, own)
