@@ -18,7 +18,7 @@ LAYERS = (
     ("errors", "files", "types", "keywords", "live_bytes", "environment"),
     ("checks", "out_of_memory"),
     ("params", "linalg", "quadrature", "priors"),
-    ("distributions", "grads", "likelihoods", "schedules"),
+    ("distributions", "grads", "rows", "likelihoods", "schedules"),
     ("divergence", "metrics"),
     ("settings", "plots"),
     ("optimizer",),

@@ -1,0 +1,122 @@
+"""The one module that touches autograd's nodes: what they saved, what they lead to, and how one is run.
+
+Saved tensors of nodes are half-private to torch. Whatever is missing or has another layout raises `UnknownNodeError`,
+and the caller takes a way that does not need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+__all__ = [
+    "UnknownNodeError",
+    "dtypes_of",
+    "is_leaf",
+    "leaf_of",
+    "operand_shape",
+    "pull_back",
+    "run_node",
+    "saved",
+    "saved_dim",
+    "shapes_of",
+    "type_name",
+    "walk",
+]
+
+
+class UnknownNodeError(Exception):
+    """A node without a field that a rule needs, as of another version of torch."""
+
+
+def type_name(node: Node) -> str:
+    """Return the name of a node's type, such as "AddmmBackward0"."""
+    return type(node).__name__
+
+
+def is_leaf(node: Node) -> bool:
+    """Tell whether a node stands for a tensor that gradients are accumulated in."""
+    return type_name(node) == "AccumulateGrad"
+
+
+def leaf_of(node: Node) -> Tensor:
+    """Return the tensor of a leaf."""
+    leaf: Tensor = node.variable  # type: ignore[attr-defined]
+    return leaf
+
+
+def shapes_of(node: Node) -> tuple[torch.Size, ...]:
+    """Return the shapes of the gradients that a node receives, which are those of its outputs."""
+    return tuple(torch.Size(item.shape) for item in node._input_metadata)
+
+
+def dtypes_of(node: Node) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the gradients that a node receives."""
+    return tuple(item.dtype for item in node._input_metadata)
+
+
+def operand_shape(node: Node, index: int) -> torch.Size:
+    """Return the shape of an input of a node that needs gradients."""
+    function, output = node.next_functions[index]
+    assert function is not None
+    return shapes_of(function)[output]
+
+
+def saved(node: Node, name: str) -> Any:
+    """Return what a node saved under a name; tensors are detached."""
+    try:
+        value = getattr(node, f"_saved_{name}")
+    except AttributeError:
+        raise UnknownNodeError(f"{type_name(node)} has no {name}") from None
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def saved_dim(node: Node, name: str, ndim: int) -> int:
+    """Return a dimension that a node saved, counted from the front; torch hands out negative ones as unsigned."""
+    dim: int = saved(node, name)
+    return (dim if dim < 1 << 62 else dim - (1 << 64)) % ndim
+
+
+def walk(outputs: Iterable[Tensor]) -> list[Node]:
+    """Return every node behind some tensors, each once, in an order that depends on the graph's structure alone."""
+    found: dict[Node, None] = {}
+    stack = [output.grad_fn for output in outputs if output.grad_fn is not None][::-1]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found[node] = None
+            stack += [function for function, _ in reversed(node.next_functions) if function is not None]
+    return list(found)
+
+
+def run_node(node: Node, gradients: Sequence[Tensor | None], index: int) -> Tensor | None:
+    """Return the gradient of one input of a node for gradients of its outputs; the graph stays as it is."""
+    run = node if callable(node) else node.apply  # type: ignore[attr-defined]  # Python's own functions
+    found = run(*gradients)
+    one: Tensor | None = found[index] if isinstance(found, tuple) else found
+    return one
+
+
+def pull_back(
+    edge: tuple[Node, int], rows: Tensor, leaves: Sequence[Tensor], batched: bool = True
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of leaves for each of K gradients of an edge of the graph, (K, *shape) each.
+
+    Args:
+        edge: a node, and which of its outputs.
+        rows: (K, *shape of that output).
+        leaves: tensors that the node was made from.
+        batched: go back once for all rows, by vmap; else once for each.
+    """
+    output = GradientEdge(*edge)
+    if batched:
+        return torch.autograd.grad(output, leaves, rows, retain_graph=True, allow_unused=True, is_grads_batched=True)
+    each = [torch.autograd.grad(output, leaves, row, retain_graph=True, allow_unused=True) for row in rows]
+    return tuple(
+        None if parts[0] is None else torch.stack([part for part in parts if part is not None])
+        for parts in zip(*each, strict=True)
+    )
