@@ -45,14 +45,14 @@ class Rate:
 
     @classmethod
     def of(cls, values: list[float], spec: ParamSpec, like: Tensor) -> Rate:
-        """From one number per parameter tensor."""
+        """Make a rate from one number per parameter tensor."""
         if len(set(values)) == 1:
             return cls(values[0])
         return cls(spec.expand(values, like), torch.tensor(values, dtype=like.dtype, device=like.device))
 
 
 def rate_at(name: str, schedule: Schedule, step: int, high: float = float("inf")) -> float:
-    """A rate or a function of the step, checked."""
+    """Return the rate at a step, checked; the schedule is a number or a function of the step."""
     return checks.rate(name, schedule(step) if callable(schedule) else schedule, high)
 
 
@@ -83,7 +83,7 @@ class InverseTime:
 
 
 class _FromZero(InverseTime):
-    """The same for torch's schedulers, which count from 0."""
+    """The schedule for torch's schedulers, which count steps from 0."""
 
     def __call__(self, step: int) -> float:
         return super().__call__(step + 1)
@@ -139,7 +139,7 @@ class Cosine:
 
 
 def by_equal_factors(first: Tensor, last: Tensor, share: float | Tensor) -> Tensor:
-    """On the way from one positive tensor to another, first · (last/first)^share.
+    """Interpolate between two positive tensors by equal factors, first · (last/first)^share.
 
     Example:
         >>> by_equal_factors(torch.tensor(100.0), torch.tensor(1.0), 0.5)

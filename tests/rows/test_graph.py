@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from cases import CASES, RANDOM_CASES, Case
 from rows.models import MODELS
+from slangvi.errors import UnsupportedModuleError
 from slangvi.rows import Plan, Recording, make_plan, record
 from slangvi.rows.nodes import type_name, walk
 from slangvi.rows.rules import find_rule
@@ -218,3 +219,27 @@ def test_losses_may_be_anything_of_the_outputs():
     recording = record([out], inferred(model), torch.arange(6), {}, 6)
     F.cross_entropy(out, y, weight=weights, label_smoothing=0.1).backward()
     torch.testing.assert_close(recording.rows("weight").sum(0), model.weight.grad)
+
+
+def test_torchs_own_randomness_is_left_alone(global_rng_untouched):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 3, generator=generator), torch.randn(2, 3, generator=generator).requires_grad_()
+    out = x @ weight.T
+    recording = record([out], {"weight": weight}, torch.tensor([2]), {}, 4)
+    out.sum().backward()
+    torch.testing.assert_close(recording.rows("weight"), x[2].expand(1, 2, 3))
+
+
+@pytest.mark.parametrize("name", ["mlp", "convnet", "transformer_encoder", "lstm", "embedding_mlp", "class_token"])
+def test_a_batch_of_one(name):
+    case = ALL[name]().double()
+    single = Case(case.model, tuple(x[:1] for x in case.args), lambda out: out.flatten(1).square().sum(1), 1)
+    recording, expected, _ = read(single, [0])
+    for param, value in expected.items():
+        torch.testing.assert_close(recording.rows(param), value)
+
+
+def test_outputs_without_examples_are_refused():
+    model = nn.Linear(3, 2)
+    with pytest.raises(UnsupportedModuleError, match=r"no output of the model has 4 examples .*: \[\(\)\]"):
+        record([model(torch.randn(4, 3)).sum()], inferred(model), torch.tensor([0]), {}, 4)

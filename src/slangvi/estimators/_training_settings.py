@@ -29,7 +29,7 @@ class AutoRates:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSettings:
-    """How to train, as far as it was said: None leaves a rate or a start open.
+    """Training settings as they were requested: None leaves a rate or a start open.
 
     Args:
         rank: L.
@@ -83,7 +83,7 @@ class RequestedSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSettings(RequestedSettings):
-    """How to train, with nothing left open.
+    """Training settings with nothing left open.
 
     Args:
         precision_warmup: whether β is at least 1/(t+1).

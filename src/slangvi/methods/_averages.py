@@ -16,7 +16,7 @@ def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
 
 
 def averaged(average: Tensor, total: Tensor, weight: float | Tensor, momentum: float | Tensor) -> Tensor:
-    """The likelihood gradient's running average, γm + (1−γ)(N/R)Σ_r g_r; arguments as in `mean_gradient`."""
+    """Return the running average of the likelihood gradient, γm + (1−γ)(N/R)Σ_r g_r; see `mean_gradient`."""
     return lerp(weight * total, average, momentum)
 
 
@@ -29,7 +29,7 @@ def mean_gradient(
     momentum: float | Tensor,
     correction: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    r"""The averaged likelihood gradient, and with the prior's the gradient of the mean.
+    r"""Return the averaged likelihood gradient, and the gradient of the mean, which adds the prior's.
 
     $$ m^+ = \gamma m + (1-\gamma)\tfrac NR\textstyle\sum_r g_r, \qquad
        \tfrac{m^+}{1-\gamma^t} + \lambda \circ (\mu - \mu_0) $$

@@ -1,4 +1,4 @@
-"""What the functional interfaces share: the prior, schedules, and the order of a step."""
+"""The frame of the functional interfaces: prior, schedules, and the order of a step."""
 
 from __future__ import annotations
 

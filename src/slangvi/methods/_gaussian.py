@@ -1,4 +1,4 @@
-"""What Gaussian methods share: the start, KL, what an Info tells, and the step of their optimizers."""
+"""Parts of all Gaussian methods: start, KL divergence, diagnostics, and the step of their optimizers."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def place(members: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
-    """What the optimizers of methods with per-example curvature share."""
+    """Base of the optimizers of methods with per-example curvature."""
 
     settings: CurvatureOptimizerSettings
     _update: Callable[..., tuple[StateT, InfoT]]  # the method's own

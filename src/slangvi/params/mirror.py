@@ -36,7 +36,7 @@ class Mirror:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return next(iter(self.named.values())).device
 
     @property
@@ -49,7 +49,7 @@ class Mirror:
         self._seen = self._marks()
 
     def changed(self, loc: Tensor, contents: bool = True) -> bool:
-        """Whether somebody else wrote to a parameter, replaced its data or moved it since `loc` was written.
+        """Tell whether somebody else wrote to a parameter, replaced its data or moved it since `loc` was written.
 
         Args:
             loc: what was written, (P,).
@@ -76,7 +76,7 @@ class Mirror:
                 )
 
     def _owned(self, model: nn.Module, name: str) -> Tensor | None:
-        """What the model has under a name, without walking through all of it."""
+        """Return the parameter of a model by its name, without walking through all of them."""
         *path, local = name.split(".")
         module: nn.Module | None = model
         for part in path:
@@ -92,7 +92,7 @@ class Mirror:
         self._seen = self._marks()
 
     def read(self, loc: Tensor) -> Tensor:
-        """The mean with parameters that were changed from outside taken over; `loc` is not modified."""
+        """Return the mean with the values of parameters that were changed from outside; `loc` is not modified."""
         new = loc.clone()
         # A half-precision copy of the mean is not news: the digits of the float32 one are kept.
         for (name, param), (_, part) in zip(self.named.items(), self._pairs(loc), strict=True):
@@ -102,10 +102,10 @@ class Mirror:
         return new
 
     def _pairs(self, loc: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter beside what the mean says it is, in the parameter's dtype."""
+        """Yield each parameter with its part of the mean, in the parameter's dtype."""
         for name, param in self.named.items():
             yield param.detach(), loc[self.spec.slices[name]].view(param.shape).to(param.dtype)
 
     def _marks(self) -> list[tuple[int, int]]:
-        """The place and version of every parameter's data."""
+        """Return the address and version of every parameter's data."""
         return [(param.data_ptr(), param._version) for param in self._params]

@@ -16,7 +16,7 @@ __all__ = ["check_packed", "layout_mismatch", "pack", "possible"]
 
 
 def pack(method: str, state: FlatState, generator: torch.Generator | None, num_data: int) -> dict[str, Any]:
-    """A state as plain containers and tensors."""
+    """Return a state as plain containers and tensors."""
     return {
         "method": method,
         "num_data": num_data,
@@ -64,7 +64,7 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
 
 
 def layout_mismatch(names: Sequence[str], shapes: Sequence[Sequence[int]], spec: ParamSpec) -> str:
-    """The first parameter in which a saved layout is not this one, in words; empty if there is none."""
+    """Describe the first parameter in which a saved layout differs from this one; empty if none does."""
     mine = list(zip(spec.names, map(list, spec.shapes), strict=True))
     theirs = list(zip(names, map(list, shapes), strict=True))
     for ours, other in zip(mine, theirs, strict=False):
@@ -76,7 +76,7 @@ def layout_mismatch(names: Sequence[str], shapes: Sequence[Sequence[int]], spec:
 
 
 def possible(name: str, found: Tensor) -> bool:
-    """Whether a tensor of a precision, of mean squares or of rates may be one; others always may."""
+    """Tell whether a tensor has values that its name allows: positive precisions, squares and rates in range."""
     if name == "prec_matrix":
         return not bool(torch.linalg.cholesky_ex(found).info.any())
     if name == "prec_diag":
@@ -87,5 +87,5 @@ def possible(name: str, found: Tensor) -> bool:
 
 
 def _words(state: Any) -> dict[str, str]:
-    """What a state says in words, such as how its numbers are to be read."""
+    """Return the text fields of a state, such as the scale its numbers are on."""
     return {item.name: value for item in fields(state) if isinstance(value := getattr(state, item.name), str)}

@@ -1,4 +1,4 @@
-"""Where each parameter lies in the flat vector, and which tensors may be parameters."""
+"""Layout of the flat parameter vector, and checks of tensors that are to be parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Params = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Where each named tensor lies in the flat parameter vector of length P.
+    """Layout of named tensors in the flat parameter vector of length P.
 
     Args:
         names: canonical parameter names, in flat order.
@@ -131,7 +131,7 @@ class ParamSpec:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside the wrapper that `torch.compile` hands out, whose names fit it whether compiled or not."""
+    """Return the module inside the wrapper of `torch.compile`, or the module itself if it is not compiled."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
 

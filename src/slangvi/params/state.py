@@ -1,4 +1,4 @@
-"""What the states of all methods have in common, and the check that names a parameter that is not finite."""
+"""Protocol of all methods' states, and the check that names a parameter that is not finite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FlatState(Protocol):
 
 
 def tensors_of(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensor fields of a state."""
+    """Yield the tensor fields of a state with their names."""
     for item in fields(state):
         value = getattr(state, item.name)
         if isinstance(value, Tensor):
@@ -41,7 +41,7 @@ def tensors_of(state: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def state_dtype(params: list[Tensor]) -> torch.dtype:
-    """float64 if any parameter is, else float32, whatever the model computes in."""
+    """Return float64 if any parameter has it, else float32, whatever the model computes in."""
     return torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
 
 

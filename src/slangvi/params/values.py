@@ -24,7 +24,7 @@ def per_parameter(
     positive: bool = True,
     known: ParamSpec | None = None,
 ) -> Tensor:
-    """A float, a dict of names or globs, or a flat tensor, as one number per parameter entry (P,).
+    """Return a float, a dict of names or globs, or a flat tensor as one number per parameter entry, (P,).
 
     In a dict an exact name wins over globs, and globs are tried in the dict's order. Its keys must match a parameter
     of `known`, the whole model, when `spec` is one group of it. A float is held once, whatever P.
@@ -49,7 +49,7 @@ def per_parameter(
 def per_tensor(
     name: str, value: Any, spec: ParamSpec, known: ParamSpec, low: float, high: float, closed: str = ""
 ) -> list[float]:
-    """A number between two bounds, or a dict of names or globs to such, as one number per parameter tensor."""
+    """Return a number between two bounds, or a dict of names or globs to such, as one number per tensor."""
     if isinstance(value, Mapping):
         return _from_patterns(name, value, spec, known, low, high, closed)
     return [number(name, value, low, high, closed)] * len(spec.names)

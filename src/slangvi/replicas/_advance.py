@@ -87,7 +87,7 @@ class _Part:
 
 
 class Lockstep:
-    """What is behind `Runs.update`.
+    """Advances all replicas by one step; `Runs.update` calls it.
 
     Args:
         settings: of all replicas.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from slangvi.errors import UnsupportedModuleError
 from slangvi.rows.layout import Layout, fitting_layouts, possible_layouts
 from slangvi.rows.nodes import (
     UnknownNodeError,
@@ -138,7 +139,13 @@ def make_plan(outputs: Sequence[Tensor], params: Mapping[str, Tensor], num_examp
     """
     nodes = walk(outputs)
     layouts = tuple(_output_layout(output, num_examples) for output in outputs)
-    seeds = [torch.randn_like(output) for output in outputs]
+    if not any(layouts):
+        shapes = [tuple(output.shape) for output in outputs]
+        raise UnsupportedModuleError(
+            f"no output of the model has {num_examples} examples in its first or second dimension: {shapes}. Return "
+            "the predictions of each example."
+        )
+    seeds = _seeds(outputs)
     probes = sorted({0, num_examples - 1})
     seen = [_probe(outputs, layouts, seeds, nodes, params, example, num_examples) for example in probes]
     with_data = _nodes_with_data(nodes)
@@ -166,7 +173,7 @@ def make_plan(outputs: Sequence[Tensor], params: Mapping[str, Tensor], num_examp
 def _without_rules(
     frontiers: Sequence[Frontier], nodes: Sequence[Node], leaves: Sequence[Tensor]
 ) -> tuple[Frontier, ...]:
-    """The same frontiers, with no rules for those that lead to some leaves."""
+    """Return the frontiers with rules switched off for those that lead to some leaves."""
     wrong = {id(leaf) for leaf in leaves}
 
     def leads_there(frontier: Frontier) -> bool:
@@ -177,8 +184,14 @@ def _without_rules(
     return tuple(replace(frontier, by_rule=not leads_there(frontier)) for frontier in frontiers)
 
 
+def _seeds(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return random gradients of the outputs, the same each time; torch's own generator is left alone."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+
+
 def _output_layout(output: Tensor, num_examples: int) -> Layout | None:
-    """The batch of an output: its first dimension, or its second where time comes first."""
+    """Return the place of the batch in an output: the first dimension, or the second where time comes first."""
     for dim in range(min(2, output.ndim)):
         if output.shape[dim] == num_examples and output.requires_grad:
             return Layout(dim)
@@ -197,7 +210,7 @@ def _probe(
     example: int,
     num_examples: int,
 ) -> tuple[Fits, dict[str, Tensor]]:
-    """Send one example's gradient back: the layouts that fit it at each node, and the gradients of the parameters."""
+    """Send one example's gradient back; return the layouts that fit it at each node, and the parameters' gradients."""
     fits: Fits = {}
 
     def look(node: Node, gradients: tuple[Tensor | None, ...]) -> None:
@@ -222,7 +235,7 @@ def _probe(
 def _gradients(
     outputs: Sequence[Tensor], layouts: Sequence[Layout | None], seeds: Sequence[Tensor], params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients of the parameters for given gradients of the outputs; the graph is kept."""
+    """Return gradients of the parameters for given gradients of the outputs; the graph is kept."""
     used = [(output, seed) for output, seed, layout in zip(outputs, seeds, layouts, strict=True) if layout is not None]
     found = torch.autograd.grad(
         [output for output, _ in used],
@@ -238,7 +251,7 @@ def _gradients(
 def _common(
     seen: Sequence[dict[int, list[Layout]] | None], node: Node, num_examples: int, touches_data: bool
 ) -> dict[int, Layout]:
-    """The layout of each output of a node that fits what came from every example; none where there is no batch.
+    """Return the layout of each output of a node that fits the gradients of every probe, if it has a batch.
 
     Where only zeros came, as behind a unit that was off in these examples, a value that depends on data is taken to
     have the batch in front.
@@ -255,7 +268,7 @@ def _common(
 
 
 def _nodes_with_data(nodes: Sequence[Node]) -> set[Node]:
-    """Nodes that have an input without gradients, such as data, or lead to a node that has."""
+    """Return the nodes that have an input without gradients, such as data, or lead to a node that has."""
     users: dict[Node, list[Node]] = {}
     for node in nodes:
         for function, _ in node.next_functions:
@@ -271,7 +284,7 @@ def _nodes_with_data(nodes: Sequence[Node]) -> set[Node]:
 
 
 def _frontiers(nodes: Sequence[Node], found: Mapping[Node, dict[int, Layout]]) -> list[Frontier]:
-    """Inputs of nodes with a batch that have none themselves and lead to leaves."""
+    """Return the inputs without a batch of nodes with one: parameters, or values made of them."""
     frontiers = []
     for position, node in enumerate(nodes):
         if not found[node]:
@@ -284,7 +297,7 @@ def _frontiers(nodes: Sequence[Node], found: Mapping[Node, dict[int, Layout]]) -
 
 
 def _agrees(recording: Recording, name: str, definition: Tensor, tolerance: float, largest: float) -> bool:
-    """Whether the rows of a parameter are those of the definition but for rounding.
+    """Tell whether the rows of a parameter are those of the definition but for rounding.
 
     Args:
         recording: of a pass.
@@ -360,7 +373,7 @@ def _listen(plan: Plan, nodes: Sequence[Node], params: Mapping[str, Tensor], cho
 
 
 def _leaves_behind(function: Node) -> list[Node]:
-    """Leaves that a value was made from."""
+    """Return the leaves that a value was made from."""
     seen, stack, found = {function}, [function], []
     while stack:
         node = stack.pop()
@@ -404,7 +417,7 @@ def _form_by_rule(meeting: Meeting) -> FormRows:
 
 
 def _of_shape(shape: torch.Size, form: FormRows) -> Tensor:
-    """Rows of a rule; one that meets a value it was not made for may return others."""
+    """Form the rows of a rule, and raise if they do not have the shape of its operand."""
     rows = form()
     if rows.shape[1:] != shape:
         raise UnknownNodeError(f"rows have shape {tuple(rows.shape[1:])}, and {tuple(shape)} is wanted")
@@ -424,7 +437,7 @@ def _form_by_node(meeting: Meeting, gradients: Sequence[Tensor | None]) -> FormR
 
 
 def _masked(gradient: Tensor | None, meeting: Meeting, example: int) -> Tensor | None:
-    """One of a node's gradients without those of other examples."""
+    """Return one of a node's gradients with those of other examples set to zero."""
     if gradient is None:
         return None
     layout = meeting.layout
