@@ -17,8 +17,8 @@ LIBRARY, REPRODUCTION = ROOT / "src" / "slangvi", ROOT / "reproduction" / "src" 
 LAYERS = (
     ("errors", "files", "types", "keywords", "live_bytes", "environment"),
     ("checks", "out_of_memory"),
-    ("params", "linalg", "quadrature", "priors"),
-    ("distributions", "grads", "rows", "likelihoods", "schedules"),
+    ("params", "linalg", "quadrature", "priors", "rows"),
+    ("distributions", "grads", "likelihoods", "schedules"),
     ("divergence", "metrics"),
     ("settings", "plots"),
     ("optimizer",),

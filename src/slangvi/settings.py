@@ -282,17 +282,18 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
 
     Args:
         curvature: "ef", the empirical Fisher of the paper.
-        engine: "factored", or "dense" to form all per-example gradients (slow; for comparison).
+        engine: "factored"; "graph" to read gradients off autograd's graph, with which no part of a model is called
+            again (new; it forms all of them); or "dense" to form all of them (slow; for comparison).
     """
 
     lr: float = per_group(0.05)
     precision_lr: float | None = per_group(None)
     curvature: str = "ef"
-    engine: Engine = "factored"
+    engine: Engine | Literal["graph"] = "factored"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("engine", checks.choice, ("factored", "dense"))
+        self._check("engine", checks.choice, ("factored", "dense", "graph"))
         if self.curvature == "hessian":
             raise ValueError(
                 'curvature must be "ef" for an optimizer, got "hessian": a backward pass holds no second derivatives. '
@@ -330,6 +331,8 @@ class CompiledOptimizerSettings(LowRankOptimizerSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("compile", checks.flag)
+        if self.compile and self.engine == "graph":
+            raise ValueError('compile=True needs engine="factored", got "graph". Drop one of them.')
         if self.compile and self.max_bad_batches:
             raise ValueError(
                 "max_bad_batches must be 0 with compile=True: a replayed step is still running when the next batch "

@@ -295,12 +295,12 @@ def run_closures(method: Method, model_name: str, engine: str) -> Results:
     return trace.finish(opt.posterior)
 
 
-def run_loop(method: Method, model_name: str) -> Results:
+def run_loop(method: Method, model_name: str, engine: str) -> Results:
     """A loop of one's own: two draws a step, two micro-batches of unequal size each, summed losses, a schedule."""
     assert method.optimizer is not None
     model, trace = build_model(model_name), Trace()
     options = {key: value for key, value in method.options.items() if key != "precision_lr"}
-    opt = getattr(slangvi, method.optimizer)(model, num_data=NUM_DATA, loss_reduction="sum", **options)
+    opt = getattr(slangvi, method.optimizer)(model, num_data=NUM_DATA, loss_reduction="sum", engine=engine, **options)
     schedule = slangvi.inverse_time(opt, decay=0.4)
     for step in range(1, STEPS + 1):
         loc = opt.posterior.mean
@@ -411,7 +411,9 @@ def all_runs() -> Iterator[Run]:
             if method.optimizer is not None:
                 yield Run(f"{key}/closures-{engine}", key, partial(run_closures, method, model, engine))
         if method.optimizer is not None and not method.by_noise:
-            yield Run(f"{key}/loop", f"{key}/loop", partial(run_loop, method, model))
+            yield Run(f"{key}/closures-graph", key, partial(run_closures, method, model, "graph"))
+            for engine in ("factored", "graph"):
+                yield Run(f"{key}/loop-{engine}", f"{key}/loop", partial(run_loop, method, model, engine))
     draws = {"mc_samples": 2, "lr": slangvi.inverse_time(0.5, decay=0.6), "precision_lr": None}
     for model, engine in product(MODELS, ("dense", "factored")):
         key = f"slang-draws/{model}"

@@ -8,6 +8,7 @@ from slangvi.grads.dense import DenseGradients as DenseGradients
 from slangvi.grads.dense import per_example_gradients as per_example_gradients
 from slangvi.grads.factored import FactoredGradients as FactoredGradients
 from slangvi.grads.factored import RowGroup as RowGroup
+from slangvi.grads.graph_capture import GraphCapture as GraphCapture
 from slangvi.grads.linear_predictor import LinearPredictorGradients as LinearPredictorGradients
 from slangvi.grads.rules import register_rule as register_rule
 from slangvi.grads.sums import SumCapture as SumCapture
@@ -18,6 +19,7 @@ __all__ = [
     "FactoredGradients",
     "Formed",
     "GradientCapture",
+    "GraphCapture",
     "LinearPredictorGradients",
     "Outer",
     "RowGroup",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slangvi.divergence import REMEDY, Watch
-from slangvi.grads import FactoredGradients, GradientCapture, RowGroup
+from slangvi.grads import FactoredGradients, GradientCapture, GraphCapture, RowGroup
 from slangvi.grads.blocks import Settle, cheapest
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.params import Params, ParamSpec
@@ -175,6 +175,8 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
 
     def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
         options = self.settings
+        if options.engine == "graph":
+            return GraphCapture(self.model, spec, dtype, options.verify)
         limit, settle = options.memory_limit, self._settle
         return GradientCapture(
             self.model, spec, dtype, options.engine, options.verify, memory_limit=limit, settle=settle

@@ -73,6 +73,7 @@ class Plan:
         num_examples: M.
         output_layouts: where the batch lies in each output; None for those without one.
         frontiers: places at which rules are applied.
+        tolerance: relative difference from the definition that counts as rounding.
         by_definition: names of parameters whose rows are found by going back once for each example.
     """
 
@@ -80,6 +81,7 @@ class Plan:
     num_examples: int
     output_layouts: tuple[Layout | None, ...]
     frontiers: tuple[Frontier, ...]
+    tolerance: float
     by_definition: frozenset[str] = frozenset()
 
 
@@ -90,10 +92,12 @@ class Recording:
     Args:
         params: name → parameter.
         chosen: examples, (K,).
+        plan: by which the graph is read; None for outputs that are not finite, of which there are no rows.
     """
 
     params: Mapping[str, Tensor]
     chosen: Tensor
+    plan: Plan | None
     parts: dict[str, list[FormRows]] = field(default_factory=dict)
     is_paused: bool = False  # while a hook goes back through the graph itself
     _handles: list[Any] = field(default_factory=list)
@@ -152,10 +156,10 @@ def make_plan(outputs: Sequence[Tensor], params: Mapping[str, Tensor], num_examp
     found = {
         node: _common([fits.get(node) for fits, _ in seen], node, num_examples, node in with_data) for node in nodes
     }
-    plan = Plan(signature_of(nodes, outputs), num_examples, layouts, tuple(_frontiers(nodes, found)))
+    tolerance = max(TOLERANCE.get(dtype, 0.0) for node in nodes for dtype in dtypes_of(node))
+    plan = Plan(signature_of(nodes, outputs), num_examples, layouts, tuple(_frontiers(nodes, found)), tolerance)
     definition = {name: torch.stack([gradients[name] for _, gradients in seen]) for name in params}
     largest = max(float(gradients.abs().max()) for gradients in definition.values())
-    tolerance = max(TOLERANCE.get(dtype, 0.0) for node in nodes for dtype in dtypes_of(node))
     chosen = torch.tensor(probes, device=outputs[0].device)
 
     def find_wrong() -> frozenset[str]:
@@ -186,8 +190,8 @@ def _without_rules(
 
 def _seeds(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return random gradients of the outputs, the same each time; torch's own generator is left alone."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+    generator = torch.Generator("cpu").manual_seed(0)
+    return [torch.randn(output.shape, generator=generator, device="cpu").to(output) for output in outputs]
 
 
 def _output_layout(output: Tensor, num_examples: int) -> Layout | None:
@@ -345,6 +349,8 @@ def record(
     nodes = walk(outputs)
     key = (num_examples, signature_of(nodes, outputs))
     if key not in plans:
+        if not all(bool(torch.isfinite(output).all()) for output in outputs):
+            return Recording(params, chosen, None)  # nothing could be found out
         plans[key] = make_plan(outputs, params, num_examples)
     plan = plans[key]
     recording = _listen(plan, nodes, params, chosen)
@@ -358,7 +364,7 @@ def record(
 
 
 def _listen(plan: Plan, nodes: Sequence[Node], params: Mapping[str, Tensor], chosen: Tensor) -> Recording:
-    recording = Recording(params, chosen)
+    recording = Recording(params, chosen, plan)
     names = {id(param): name for name, param in params.items() if name not in plan.by_definition}
     for frontier in plan.frontiers:
         node = nodes[frontier.position]
