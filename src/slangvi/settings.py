@@ -284,16 +284,23 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
         curvature: "ef", the empirical Fisher of the paper.
         engine: "factored"; "graph" to read gradients off autograd's graph, with which no part of a model is called
             again (new; it forms all of them); or "dense" to form all of them (slow; for comparison).
+        curvature_rows: examples of each backward pass, drawn at random, whose gradients estimate the curvature; all
+            examples give the gradient of the mean. None takes all, as in the paper. Needs `engine="graph"`.
     """
 
     lr: float = per_group(0.05)
     precision_lr: float | None = per_group(None)
     curvature: str = "ef"
     engine: Engine | Literal["graph"] = "factored"
+    curvature_rows: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("engine", checks.choice, ("factored", "dense", "graph"))
+        if self.curvature_rows is not None:
+            self._check("curvature_rows", checks.count, hint="None takes all examples of a batch.")
+            if self.engine != "graph":
+                raise ValueError(f'curvature_rows needs engine="graph", got engine={self.engine!r}.')
         if self.curvature == "hessian":
             raise ValueError(
                 'curvature must be "ef" for an optimizer, got "hessian": a backward pass holds no second derivatives. '

@@ -82,3 +82,77 @@ def test_batch_normalisation_in_train_mode_is_refused_by_name():
 def test_graphs_of_the_step_need_the_factored_engine():
     with pytest.raises(ValueError, match='compile=True needs engine="factored", got "graph"'):
         slangvi.SLANG(nn.Linear(2, 1), num_data=3, engine="graph", compile=True)
+
+
+# ---- a budget of rows
+
+
+def net() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return model, torch.randn(8, 3).double(), torch.arange(8) % 2
+
+
+def stepped(rows: int | None, seed: int = 0, kind=slangvi.FullGaussian, steps: int = 1, **options):
+    """One step from the mean, with all of the new precision taken from the batch."""
+    model, x, y = net()
+    generator = torch.Generator().manual_seed(seed)
+    opt = kind(
+        model, num_data=40, lr=0.5, precision_lr=1.0, init_precision=1e14, engine="graph", curvature_rows=rows,
+        generator=generator, **options,
+    )  # fmt: skip
+    for _ in range(steps):
+        with opt.sampled_params(train=True):
+            F.cross_entropy(model(x), y).backward()
+        opt.step()
+    return opt
+
+
+@pytest.mark.parametrize("kind", [slangvi.SLANG, slangvi.VOGN, slangvi.FullGaussian, slangvi.OnlineEig])
+@pytest.mark.parametrize("rows", [8, 20])
+def test_a_budget_that_is_not_reached_changes_nothing(kind, rows):
+    all_rows, budget = stepped(None, kind=kind), stepped(rows, kind=kind)
+    assert torch.equal(all_rows.posterior.mean, budget.posterior.mean)
+    assert torch.equal(all_rows.posterior.variance, budget.posterior.variance)
+
+
+def test_the_curvature_of_some_examples_has_the_expectation_of_all():
+    whole = stepped(None).posterior.precision_matrix
+    draws = torch.stack([stepped(3, seed).posterior.precision_matrix for seed in range(400)])
+    error = draws.std(0) / math.sqrt(len(draws))
+    assert float(error.max()) > 0
+    assert bool(((draws.mean(0) - whole).abs() <= 5 * error + 1e-6 * whole.abs().max()).all())
+
+
+def test_the_gradient_of_the_mean_is_that_of_all_examples():
+    momenta = [stepped(rows, kind=slangvi.SLANG, rank=2)._state.momentum for rows in (None, 3)]
+    torch.testing.assert_close(momenta[1], momenta[0], rtol=1e-6, atol=1e-9)
+
+
+def test_the_choice_follows_the_generator_and_a_resumed_run_makes_the_same():
+    once, again = (stepped(3, seed=5, kind=slangvi.SLANG, steps=4) for _ in range(2))
+    assert torch.equal(once.posterior.mean, again.posterior.mean)
+    first = stepped(3, seed=5, kind=slangvi.SLANG, steps=2)
+    model, x, y = net()
+    resumed = slangvi.SLANG(
+        model, num_data=40, lr=0.5, precision_lr=1.0, engine="graph", curvature_rows=3, generator=torch.Generator()
+    )
+    resumed.load_state_dict(first.state_dict())
+    for _ in range(2):
+        with resumed.sampled_params(train=True):
+            F.cross_entropy(model(x), y).backward()
+        resumed.step()
+    assert torch.equal(resumed.posterior.mean, once.posterior.mean)
+    assert torch.equal(resumed.posterior.variance, once.posterior.variance)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"curvature_rows": 0, "engine": "graph"}, "curvature_rows must be ≥ 1, got 0"),
+        ({"curvature_rows": 4}, "curvature_rows needs engine=\"graph\", got engine='factored'"),
+    ],
+)
+def test_impossible_budgets_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        slangvi.SLANG(nn.Linear(2, 1), num_data=3, **options)

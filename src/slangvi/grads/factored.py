@@ -30,12 +30,20 @@ class RowGroup:
         totals: canonical parameter name → Σ_r g_r as autograd computed it, same shape as the parameter; may be empty,
             the blocks are then summed.
         scale: what all of them are to be multiplied by.
+        num_chosen: rows of the blocks where they are of some examples only, weighted to stand for all M; `totals` are
+            of all examples then, and must be there.
     """
 
     num_rows: int
     blocks: Mapping[str, Block]
     totals: Mapping[str, Tensor]
     scale: float = 1.0
+    num_chosen: int | None = None
+
+    @property
+    def height(self) -> int:
+        """Rows of the blocks."""
+        return self.num_rows if self.num_chosen is None else self.num_chosen
 
     def scaled(self, factor: float) -> RowGroup:
         """Every gradient times a number; nothing is computed yet."""
@@ -45,7 +53,7 @@ class RowGroup:
         """The same with the scale worked in."""
         blocks = {name: block.scaled(self.scale) for name, block in self.blocks.items()}
         totals = {name: total * self.scale for name, total in self.totals.items()}
-        return RowGroup(self.num_rows, blocks, totals)
+        return RowGroup(self.num_rows, blocks, totals, num_chosen=self.num_chosen)
 
 
 class FactoredGradients:
@@ -71,6 +79,7 @@ class FactoredGradients:
         self.like = like
         self.routes = routes or Routes()
         self._num_rows = sum(group.num_rows for group in groups)
+        self._height = sum(group.height for group in groups)
         scales = {group.scale for group in groups}
         # One scale for all rows goes to the results, which are small; different ones must go to the rows.
         self._scale = scales.pop() if len(scales) == 1 else 1.0
@@ -88,6 +97,11 @@ class FactoredGradients:
     def num_rows(self) -> int:
         """R."""
         return self._num_rows
+
+    @property
+    def num_merged(self) -> int:
+        """Rows that `form`, `gram`, `mm` and `t_mm` have: fewer than R where some examples stand for all."""
+        return self._height
 
     @property
     def spectrum_route(self) -> str:
@@ -136,7 +150,7 @@ class FactoredGradients:
                 inputs[place(block.rows)][1].add_(shares[name])
             elif not (isinstance(block, Outer) and block.simple):
                 parts.append(_times(block.gram(), shares[name]))
-        total = _accumulated(parts, self.like, self._num_rows) if parts or not inputs else None
+        total = _accumulated(parts, self.like, self._height) if parts or not inputs else None
         for owner, part in inputs.values():
             total = owner.gram_with(part, onto=total)
         assert total is not None
@@ -145,7 +159,7 @@ class FactoredGradients:
     def mm(self, rows: Tensor) -> Tensor:
         """G Cᵀ, (K, P) → (R, K)."""
         parts = [block.mm(rows[:, self.spec.slices[name]]) for name, block in self.blocks.items()]
-        return _times(_accumulated(parts, self.like, self._num_rows, rows.shape[0]), self._scale)
+        return _times(_accumulated(parts, self.like, self._height, rows.shape[0]), self._scale)
 
     def t_mm(self, weights: Tensor, onto: Tensor | None = None) -> Tensor:
         """Wᵀ G, (R, K) → (K, P), added to `onto` when that is given."""
@@ -167,7 +181,7 @@ class FactoredGradients:
 
     def form(self) -> Tensor:
         """G itself, (R, P); only for few parameters."""
-        rows = self.like.new_zeros(self._num_rows, self.spec.num_params)
+        rows = self.like.new_zeros(self._height, self.spec.num_params)
         for name, block in self.blocks.items():
             rows[:, self.spec.slices[name]] = block.form()
         return rows.mul_(self._scale)
@@ -193,11 +207,11 @@ def _stack_named(name: str, groups: Sequence[RowGroup], memo: Memo) -> Block | N
     for group in groups:
         block = group.blocks.get(name)
         if block is None:
-            missing += group.num_rows
+            missing += group.height
         else:
             parts.append(block.padded(missing, 0) if missing else block)
             missing = 0
-        seen += group.num_rows
+        seen += group.height
     if not parts:
         return None
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ class GraphCapture(GradientCapture):
         spec: the parameters to infer.
         dtype: dtype of the rows.
         verify: compare the sum of all rows with the gradient of the parameters, ever more rarely.
+        curvature_rows: examples of each backward pass whose gradients are kept, drawn at random; None keeps all. They
+            are weighted to stand for all: the sum of their outer products has the same expectation.
+        generator: source of randomness for the choice.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -38,8 +42,17 @@ class GraphCapture(GradientCapture):
                 [3., 4.]])
     """
 
-    def __init__(self, model: nn.Module, spec: ParamSpec, dtype: torch.dtype, verify: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ParamSpec,
+        dtype: torch.dtype,
+        verify: bool = True,
+        curvature_rows: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
         super().__init__(model, spec, dtype, verify=False, replayable=False)
+        self.curvature_rows, self.generator = curvature_rows, generator
         self._plans: dict[Any, Plan] = {}
         self._recordings: dict[Call, Recording] = {}
         self._verify, self._num_passes = verify, 0
@@ -51,8 +64,14 @@ class GraphCapture(GradientCapture):
         first = call.first_tensor
         if first is not None and first.ndim and first.shape[0] and outputs:
             size = first.shape[0]
-            chosen = torch.arange(size, device=outputs[0].device)
+            chosen = self._choose(size, outputs[0].device)
             self._recordings[call] = record(outputs, self._leaves, chosen, self._plans, size)
+
+    def _choose(self, size: int, device: torch.device) -> Tensor:
+        """Return the examples of a batch whose rows are kept."""
+        if self.curvature_rows is None or self.curvature_rows >= size:
+            return torch.arange(size, device=device)
+        return torch.randperm(size, generator=self.generator, device=device)[: self.curvature_rows]
 
     def drop(self) -> None:
         """Forget the passes recorded so far; those to come are recorded."""
@@ -68,7 +87,11 @@ class GraphCapture(GradientCapture):
         if recording.plan is None:  # outputs were not finite, and the step must see that
             shares = {name: total.reshape(1, -1).expand(count, -1) / count for name, total in totals.items()}
             return RowGroup(count, {name: Formed(share) for name, share in shares.items()}, totals)
-        blocks = {name: Formed(recording.rows(name, dtype).reshape(count, -1)) for name in recording.parts}
+        kept = len(recording.chosen)
+        blocks = {name: Formed(recording.rows(name, dtype).reshape(kept, -1)) for name in recording.parts}
+        if kept < count:
+            weighted = {name: block.scaled(math.sqrt(count / kept)) for name, block in blocks.items()}
+            return RowGroup(count, weighted, totals, num_chosen=kept)
         self._num_passes += 1
         if self._verify and self._num_passes.bit_count() == 1:
             _reconcile(blocks, totals, recording.plan.tolerance)

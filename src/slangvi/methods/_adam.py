@@ -144,4 +144,4 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
 
     def _collected(self) -> list[RowGroup]:
         groups = super()._collected()
-        return [SumGroup(g.num_rows, {}, g.totals, g.scale, self._drawn) for g in groups]
+        return [SumGroup(g.num_rows, {}, g.totals, g.scale, drawn=self._drawn) for g in groups]

@@ -176,7 +176,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
     def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
         options = self.settings
         if options.engine == "graph":
-            return GraphCapture(self.model, spec, dtype, options.verify)
+            return GraphCapture(self.model, spec, dtype, options.verify, options.curvature_rows, self.generator)
         limit, settle = options.memory_limit, self._settle
         return GradientCapture(
             self.model, spec, dtype, options.engine, options.verify, memory_limit=limit, settle=settle
