@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads._stance import eager
@@ -250,7 +250,7 @@ class GradientCapture:
         call = Call.of(name, self.modules[name], args, kwargs, self._before.get(name))
         call.recomputed = torch._C._current_graph_task_id() != -1
         call.watched = self.replayable
-        self._noted(call, [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad])
+        self._noted(call, output)
         if isinstance(output, Tensor):
             if output.requires_grad:
                 output.register_hook(partial(_store_cotangent, weakref.ref(self), call, 0, False))
@@ -265,8 +265,8 @@ class GradientCapture:
             leaves[k].register_hook(partial(_store_cotangent, weakref.ref(self), call, k, False))
         return output if alone else tree_unflatten(leaves, structure)
 
-    def _noted(self, call: Call, outputs: list[Tensor]) -> None:
-        """Look at a call that was noted, and at its outputs that need gradients."""
+    def _noted(self, call: Call, output: Any) -> None:
+        """Look at a call that was noted, and at what it returned."""
 
     def current_backward(self) -> Backward:
         """The record of the backward pass that is running."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from slangvi.errors import UnsupportedModuleError
 from slangvi.grads.base import Formed
@@ -60,8 +61,9 @@ class GraphCapture(GradientCapture):
     def _heard(self, spec: ParamSpec) -> dict[str, nn.Module]:
         return {"": self.model}
 
-    def _noted(self, call: Call, outputs: list[Tensor]) -> None:
+    def _noted(self, call: Call, output: Any) -> None:
         first = call.first_tensor
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if first is not None and first.ndim and first.shape[0] and outputs:
             size = first.shape[0]
             chosen = self._choose(size, outputs[0].device)
