@@ -243,3 +243,14 @@ def test_outputs_without_examples_are_refused():
     model = nn.Linear(3, 2)
     with pytest.raises(UnsupportedModuleError, match=r"no output of the model has 4 examples .*: \[\(\)\]"):
         record([model(torch.randn(4, 3)).sum()], inferred(model), torch.tensor([0]), {}, 4)
+
+
+def test_only_so_many_graphs_are_remembered(monkeypatch):
+    from slangvi.rows import graph
+
+    monkeypatch.setattr(graph, "MOST_PLANS", 3)
+    model, plans = nn.Linear(2, 1), {}
+    for size in range(2, 9):
+        out = model(torch.randn(size, 2))
+        record([out], inferred(model), torch.tensor([0]), plans, size)
+    assert [key[0] for key in plans] == [6, 7, 8]

@@ -43,6 +43,8 @@ __all__ = ["Plan", "Recording", "make_plan", "record"]
 # Largest difference from the definition, relative to the largest entry of the rows, that counts as rounding where
 # something is computed in this dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Graphs that are remembered, the oldest of which goes first: texts of any length would be new ones for ever.
+MOST_PLANS = 256
 
 
 @dataclass(frozen=True)
@@ -351,6 +353,8 @@ def record(
     if key not in plans:
         if not all(bool(torch.isfinite(output).all()) for output in outputs):
             return Recording(params, chosen, None)  # nothing could be found out
+        while len(plans) >= MOST_PLANS:
+            plans.pop(next(iter(plans)))
         plans[key] = make_plan(outputs, params, num_examples)
     plan = plans[key]
     recording = _listen(plan, nodes, params, chosen)
