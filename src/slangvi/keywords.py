@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 __all__ = ["bind_settings", "document_fields", "field_docs", "init_keywords_of", "keywords_of"]
@@ -114,19 +113,12 @@ def _expanded(text: str | None, settings: Any) -> str | None:
 
     def entries(match: re.Match[str]) -> str:
         known = field_docs(settings)
-        lines = [line for name in _init_names(settings) for line in f"{name}: {known[name]}".split("\n")]
+        lines = [
+            line for name in inspect.signature(settings).parameters for line in f"{name}: {known[name]}".split("\n")
+        ]
         return "".join(f"{match['indent']}{line}\n" for line in lines)
 
     return text and _OPTIONS.sub(entries, text, count=1)
-
-
-def _init_names(settings: Any) -> list[str]:
-    """Return the names of the fields that the constructor takes, those given by position first."""
-    return sorted((item.name for item in fields(settings) if item.init), key=list(_signature(settings)).index)
-
-
-def _signature(settings: Any) -> dict[str, Any]:
-    return dict(inspect.signature(settings).parameters)
 
 
 def field_docs(settings: Any) -> dict[str, str]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.divergence import REACTIONS
+from slangvi.grads.assemble import Engine
 from slangvi.params import Params
 from slangvi.schedules import Schedule
 from slangvi.types import Routes
@@ -43,7 +44,6 @@ __all__ = [
     "per_group",
 ]
 
-Engine = Literal["factored", "dense"]
 LogLikelihood = Callable[[Params, Any], Tensor]
 T = TypeVar("T")
 # Defaults of Adam.

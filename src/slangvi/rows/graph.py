@@ -13,7 +13,7 @@ parameter whose rows differ is served by definition from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +36,7 @@ from slangvi.rows.nodes import (
     walk,
 )
 from slangvi.rows.pullback import PullBack, find_pull_back
-from slangvi.rows.rules import FormRows, Meeting, find_rule
+from slangvi.rows.rules import FormRows, Meeting, find_rule, keep_formed
 
 __all__ = ["Plan", "Recording", "make_plan", "record"]
 
@@ -68,10 +68,9 @@ class Frontier:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the rows of a graph are read; it holds for every graph of the same structure.
+    """Places of a graph at which its rows are read; they hold for every graph of the same structure.
 
     Args:
-        signature: structure of the graph.
         num_examples: M.
         output_layouts: where the batch lies in each output; None for those without one.
         frontiers: places at which rules are applied.
@@ -79,7 +78,6 @@ class Plan:
         by_definition: names of parameters whose rows are found by going back once for each example.
     """
 
-    signature: tuple[Any, ...]
     num_examples: int
     output_layouts: tuple[Layout | None, ...]
     frontiers: tuple[Frontier, ...]
@@ -121,7 +119,7 @@ class Recording:
 
 
 def signature_of(nodes: Sequence[Node], outputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return what two graphs must have in common to be read alike: types, shapes and edges of all nodes."""
+    """Return the structure of a graph: types, shapes and edges of all nodes."""
     places = {node: k for k, node in enumerate(nodes)}
     edges = (
         (type_name(node), shapes_of(node), tuple((places.get(f, -1), n) for f, n in node.next_functions))  # type: ignore[arg-type]
@@ -159,14 +157,17 @@ def make_plan(outputs: Sequence[Tensor], params: Mapping[str, Tensor], num_examp
         node: _common([fits.get(node) for fits, _ in seen], node, num_examples, node in with_data) for node in nodes
     }
     tolerance = max(TOLERANCE.get(dtype, 0.0) for node in nodes for dtype in dtypes_of(node))
-    plan = Plan(signature_of(nodes, outputs), num_examples, layouts, tuple(_frontiers(nodes, found)), tolerance)
+    plan = Plan(num_examples, layouts, tuple(_frontiers(nodes, found)), tolerance)
     definition = {name: torch.stack([gradients[name] for _, gradients in seen]) for name in params}
     largest = max(float(gradients.abs().max()) for gradients in definition.values())
     chosen = torch.tensor(probes, device=outputs[0].device)
 
     def find_wrong() -> frozenset[str]:
-        with _recorded(plan, nodes, params, chosen) as recording:
+        recording = _listen(plan, nodes, params, chosen)
+        try:
             _gradients(outputs, layouts, seeds, params)
+        finally:
+            recording.detach()
         return frozenset(name for name in params if not _agrees(recording, name, definition[name], tolerance, largest))
 
     wrong = find_wrong()
@@ -323,19 +324,6 @@ def _agrees(recording: Recording, name: str, definition: Tensor, tolerance: floa
 # ---- reading
 
 
-class _recorded:
-    """Record the backward passes of a block, and take the hooks off at its end."""
-
-    def __init__(self, plan: Plan, nodes: Sequence[Node], params: Mapping[str, Tensor], chosen: Tensor) -> None:
-        self.recording = _listen(plan, nodes, params, chosen)
-
-    def __enter__(self) -> Recording:
-        return self.recording
-
-    def __exit__(self, *error: object) -> None:
-        self.recording.detach()
-
-
 def record(
     outputs: Sequence[Tensor], params: Mapping[str, Tensor], chosen: Tensor, plans: dict[Any, Plan], num_examples: int
 ) -> Recording:
@@ -442,8 +430,7 @@ def _form_by_node(meeting: Meeting, gradients: Sequence[Tensor | None]) -> FormR
         row = run_node(meeting.node, masked, meeting.operand)
         # The engine would sum what was broadcast; a node that is run by hand leaves that to its caller.
         rows.append(meeting.delta.new_zeros(shape) if row is None else row.sum_to_size(shape))
-    stacked = torch.stack(rows)
-    return lambda: stacked
+    return keep_formed(torch.stack(rows))
 
 
 def _masked(gradient: Tensor | None, meeting: Meeting, example: int) -> Tensor | None:
@@ -472,9 +459,4 @@ def _go_back_by_example(
     finally:
         recording.is_paused = False
     for name, parts in rows.items():
-        stacked = torch.stack(parts)
-        recording.parts.setdefault(name, []).append(_constant(stacked))
-
-
-def _constant(value: Tensor) -> Callable[[], Tensor]:
-    return lambda: value
+        recording.parts.setdefault(name, []).append(keep_formed(torch.stack(parts)))

@@ -1,4 +1,4 @@
-"""Where one example lies in a tensor: a dimension that is the batch, or that the batch was folded into."""
+"""Place of the batch in a tensor: a dimension of its own, or one that it was folded into."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ __all__ = [
     "pull_back",
     "run_node",
     "saved",
-    "saved_dim",
     "shapes_of",
+    "signed",
     "type_name",
     "walk",
 ]
@@ -75,10 +75,9 @@ def saved(node: Node, name: str) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def saved_dim(node: Node, name: str, ndim: int) -> int:
-    """Return a dimension that a node saved, counted from the front; torch hands out negative ones as unsigned."""
-    dim: int = saved(node, name)
-    return (dim if dim < 1 << 62 else dim - (1 << 64)) % ndim
+def signed(number: int) -> int:
+    """Return a number that a node saved; torch hands out negative ones as unsigned."""
+    return number if number < 1 << 62 else number - (1 << 64)
 
 
 def walk(outputs: Iterable[Tensor]) -> list[Node]:

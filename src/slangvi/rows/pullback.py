@@ -20,11 +20,11 @@ from slangvi.rows.nodes import (
     operand_shape,
     pull_back,
     saved,
-    saved_dim,
     shapes_of,
+    signed,
     type_name,
 )
-from slangvi.rows.rules import FormRows
+from slangvi.rows.rules import FormRows, keep_formed
 
 __all__ = ["PullBack", "find_pull_back"]
 
@@ -68,11 +68,7 @@ def _at_once(edge: tuple[Node, int], leaves: Mapping[str, Tensor], form: FormRow
         except RuntimeError:  # a node that vmap cannot follow
             found = pull_back(edge, rows, list(leaves.values()), batched=False)
     pairs = zip(leaves, found, strict=True)
-    return {name: partial(_given, part.detach()) for name, part in pairs if part is not None}
-
-
-def _given(rows: Tensor) -> Tensor:
-    return rows
+    return {name: keep_formed(part.detach()) for name, part in pairs if part is not None}
 
 
 def _undo_views(node: Node) -> list[Undo] | None:
@@ -88,13 +84,13 @@ def _undo_views(node: Node) -> list[Undo] | None:
 
 def _transpose(node: Node) -> Undo:
     ndim = len(shapes_of(node)[0])
-    first, second = saved_dim(node, "dim0", ndim) + 1, saved_dim(node, "dim1", ndim) + 1
+    first, second = (signed(saved(node, key)) % ndim + 1 for key in ("dim0", "dim1"))
     return lambda rows: rows.transpose(first, second)
 
 
 def _permute(node: Node) -> Undo:
     ndim = len(shapes_of(node)[0])
-    dims = [(dim if dim < 1 << 62 else dim - (1 << 64)) % ndim for dim in saved(node, "dims")]
+    dims = [signed(dim) % ndim for dim in saved(node, "dims")]
     back = [0, *(dims.index(k) + 1 for k in range(ndim))]
     return lambda rows: rows.permute(back)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from slangvi.rows.layout import Layout
-from slangvi.rows.nodes import operand_shape, saved, type_name
+from slangvi.rows.nodes import operand_shape, saved, signed, type_name
 
-__all__ = ["FormRows", "Meeting", "Rule", "find_rule", "register_node_rule"]
+__all__ = ["FormRows", "Meeting", "Rule", "find_rule", "keep_formed", "register_node_rule"]
 
 FormRows = Callable[[], Tensor]
 
@@ -76,6 +76,11 @@ def register_node_rule(*names: str) -> Callable[[Rule], Rule]:
 def find_rule(node: Node) -> Rule | None:
     """Return the rule of a node's type, if there is one."""
     return _RULES.get(type_name(node))
+
+
+def keep_formed(rows: Tensor) -> FormRows:
+    """Return a function that returns rows that are formed already."""
+    return lambda: rows
 
 
 def sum_to_operand(rows: Tensor, shape: torch.Size) -> Tensor:
@@ -172,8 +177,7 @@ def embedding(meeting: Meeting) -> FormRows | None:
         return None
     indices = meeting.take(saved(node, "indices")).flatten(1)
     delta = meeting.taken_delta().flatten(1, -2)
-    padding = saved(node, "padding_idx")
-    padding = padding if padding < 1 << 62 else padding - (1 << 64)
+    padding = signed(saved(node, "padding_idx"))
 
     def form() -> Tensor:
         used = delta if padding < 0 else delta * (indices != padding).unsqueeze(-1)
