@@ -17,9 +17,9 @@ LIBRARY, REPRODUCTION = ROOT / "src" / "slangvi", ROOT / "reproduction" / "src" 
 LAYERS = (
     ("errors", "files", "types", "keywords", "live_bytes", "environment"),
     ("checks", "out_of_memory"),
-    ("params", "linalg", "quadrature", "priors", "rows"),
-    ("distributions", "grads", "likelihoods", "schedules"),
-    ("divergence", "metrics"),
+    ("params", "linalg", "quadrature", "priors"),
+    ("distributions", "rows", "likelihoods", "schedules"),
+    ("divergence", "metrics", "grads"),
     ("settings", "plots"),
     ("optimizer",),
     ("methods",),

@@ -15,8 +15,8 @@ from cases import CASES, RANDOM_CASES, build
 from helpers.replica_problems import regression
 from reference import loop_gradients
 from slangvi import replicas
-from slangvi.grads import FactoredGradients, GradientCapture
 from slangvi.params import ParamSpec
+from slangvi.rows import FactoredGradients, GradientRecorder
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -37,26 +37,23 @@ def test_per_example_gradients_equal_the_loop(name):
     case = to_cuda(build(name))
     truth = loop_gradients(case)
     spec = ParamSpec.of_module(case.model)
-    capture = GradientCapture(case.model, spec, torch.float64)
+    capture = GradientRecorder(case.model, spec, torch.float64)
     with capture.recording():
         case.losses(case.model(*case.args)).sum().backward()
-    operator = FactoredGradients(spec, capture.collect(dict(case.model.named_parameters())), 2, truth)
+    operator = FactoredGradients(spec, capture.collect(), 2, truth)
     rows = operator.t_mm(torch.eye(len(truth), dtype=torch.float64, device="cuda"))
     torch.testing.assert_close(rows, truth, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(operator.gram(), truth @ truth.T, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", RANDOM_CASES)
-def test_dropout_is_replayed_with_the_same_masks(name):
-    """Rows add up to what autograd computed only if the replay drew the same masks."""
+def test_rows_under_dropout_add_up(name):
     case = to_cuda(build(name))
     spec = ParamSpec.of_module(case.model)
-    capture = GradientCapture(case.model, spec, torch.float64)
+    capture = GradientRecorder(case.model, spec, torch.float64)
     with capture.recording():
         case.losses(case.model(*case.args)).sum().backward()
-    operator = FactoredGradients(
-        spec, capture.collect(dict(case.model.named_parameters())), 2, torch.empty(0).double().cuda()
-    )
+    operator = FactoredGradients(spec, capture.collect(), 2, torch.empty(0).double().cuda())
     rows = operator.t_mm(torch.eye(5, dtype=torch.float64, device="cuda"))
     torch.testing.assert_close(rows.sum(0), operator.sum(), rtol=1e-9, atol=1e-9)
 
@@ -109,10 +106,9 @@ def test_generators_and_resume_on_the_gpu():
         pass
 
 
-@pytest.mark.parametrize("engine", ["dense", "factored"])
-def test_replicas_on_the_gpu_are_what_they_are_elsewhere_and_alone(engine):
+def test_replicas_on_the_gpu_are_what_they_are_elsewhere_and_alone():
     """CPU generators: as on the CPU. CUDA generators: as a single run on the GPU. One generator: any draws."""
-    problem = regression(torch.float64, engine)
+    problem = regression(torch.float64)
     index = torch.randint(30, (4, 5))
 
     def run(device, generators, problem, counts=(5, 5, 3, 5)):

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import slangvi
-from helpers.fake_graphs import cuda as cuda
 from helpers.optimizer_runs import assert_identical, backward, flat
 from slangvi.divergence import EVERY, LOOKS, Watch, step_length, straightness
 from slangvi.errors import DivergenceError, DivergenceWarning
@@ -167,28 +166,6 @@ def test_pure_functions_raise_or_say_nothing_and_change_no_number():
     assert torch.equal(loud.loc, silent.loc)
     with pytest.raises(ValueError, match="on_divergence must be one of 'warn', 'raise', 'ignore', got 'shout'"):
         functional("slang", 0, lr=0.1, on_divergence="shout")
-
-
-def test_replayed_steps_are_watched_without_waiting_for_them(cuda):
-    """A step that runs beside Python is looked at when the next one has been taken."""
-    model, x, y = problem()
-    options = {"num_data": 60, "rank": 2, "lr": 5.0, "precision_lr": 0.05, "model": model, "compile": True}
-    waited, messages = {}, {}
-    for reaction in ("ignore", "warn"):
-        vi = slangvi.slang.build(slangvi.Bernoulli().of(model), on_divergence=reaction, **options)
-        state, source = vi.init(dict(model.named_parameters())), torch.Generator().manual_seed(1)
-        waited[reaction] = []
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for step in range(1, 2 * WINDOW + 2):
-                state, _ = vi.update(state, (x[:12], y[:12, None]), generator=source)
-                if "loc" in vars(state):
-                    waited[reaction].append(step)
-        messages[reaction] = [str(one.message) for one in caught if one.category is DivergenceWarning]
-    assert waited["warn"] == waited["ignore"]
-    assert len(waited["warn"]) < WINDOW // EVERY
-    assert [message.partition(":")[0] for message in messages["warn"]] == [f"step {WINDOW}"]
-    assert messages["ignore"] == []
 
 
 def test_a_copy_half_way_judges_the_next_window():

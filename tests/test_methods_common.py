@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import slangvi
-from slangvi.grads import DenseGradients
 from slangvi.priors import Prior
+from slangvi.rows import DenseGradients
 from slangvi.schedules import Rate
 
 METHODS = {

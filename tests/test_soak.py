@@ -15,11 +15,11 @@ from torch import nn
 
 from helpers.optimizer_runs import CLASSES, backward, flat
 from slangvi.errors import NumericalError
-from slangvi.grads.dense import DenseGradients
-from slangvi.grads.linear_predictor import LinearPredictorGradients
 from slangvi.methods import full, mean_field, online_eig, slang
 from slangvi.params.state import tensors_of
 from slangvi.priors import Prior
+from slangvi.rows.dense import DenseGradients
+from slangvi.rows.linear_predictor import LinearPredictorGradients
 from slangvi.schedules import Rate
 
 METHODS = {"slang": (slang, 2), "online_eig": (online_eig, 2), "mean_field": (mean_field, None), "full": (full, None)}

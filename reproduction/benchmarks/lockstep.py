@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi.grads.linear_predictor import LinearPredictorGradients
 from slangvi.priors import Prior
+from slangvi.rows.linear_predictor import LinearPredictorGradients
 from slangvi.schedules import Rate
 
 # Name, K problems, P parameters, M examples a step.

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from slangvi.errors import UnverifiedGradientsWarning as UnverifiedGradientsWarning
     from slangvi.estimators import SLANGClassifier as SLANGClassifier
     from slangvi.estimators import SLANGRegressor as SLANGRegressor
-    from slangvi.grads.rules import register_rule as register_rule
     from slangvi.likelihoods import Bernoulli as Bernoulli
     from slangvi.likelihoods import Categorical as Categorical
     from slangvi.likelihoods import Gaussian as Gaussian
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from slangvi.predict import linearised_predictive as linearised_predictive
     from slangvi.predict import predictive_samples as predictive_samples
     from slangvi.priors import ELBO as ELBO
+    from slangvi.rows import register_rule as register_rule
     from slangvi.schedules import inverse_time as inverse_time
     from slangvi.schedules import slow_precision as slow_precision
     from slangvi.tracking import track as track
@@ -144,7 +144,7 @@ _HOMES = {
     "SLANGClassifier": "slangvi.estimators",
     "SLANGRegressor": "slangvi.estimators",
     "estimate_memory": "slangvi.memory",
-    "register_rule": "slangvi.grads.rules",
+    "register_rule": "slangvi.rows",
     "Bernoulli": "slangvi.likelihoods",
     "Categorical": "slangvi.likelihoods",
     "Gaussian": "slangvi.likelihoods",

@@ -46,7 +46,7 @@ class UnsupportedModuleError(TypeError):
 
 
 class UnverifiedGradientsWarning(UserWarning):
-    """Per-example gradients were captured, but nothing was there to check them against."""
+    """Warning of version 0.1 that is not given any more; the name stays for code that filters it."""
 
 
 def user_stacklevel() -> int:

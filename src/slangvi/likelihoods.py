@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from slangvi import checks
 from slangvi.errors import NumericalError
 from slangvi.quadrature import softplus_expectations
 
-__all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "likelihood_named"]
+__all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "defer_checks", "likelihood_named"]
 
 
 class Likelihood(ABC):
@@ -212,9 +213,22 @@ def _eager(values: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(values) and not _capturing(values)
 
 
+_DEFERRED = [0]  # open blocks of `defer_checks`
+
+
+@contextmanager
+def defer_checks() -> Iterator[None]:
+    """Let targets out of range become NaN instead of errors inside the block, so that no number is looked at."""
+    _DEFERRED[0] += 1
+    try:
+        yield
+    finally:
+        _DEFERRED[0] -= 1
+
+
 def _capturing(values: Tensor) -> bool:
-    """Whether operations are being written down for a CUDA graph."""
-    return values.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Tell whether nothing may look at a number, since operations are written down for a CUDA graph."""
+    return _DEFERRED[0] > 0 or (values.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _sum_but_first(values: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import overload
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -37,18 +36,18 @@ class Rate:
 
     Args:
         value: the number, or (P,).
-        per_tensor: the same with one entry per parameter tensor; None when `value` is a number.
+        per_tensor: one number per parameter tensor; None when `value` is a number.
     """
 
     value: float | Tensor
-    per_tensor: Tensor | None = None
+    per_tensor: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, values: list[float], spec: ParamSpec, like: Tensor) -> Rate:
         """Make a rate from one number per parameter tensor."""
         if len(set(values)) == 1:
             return cls(values[0])
-        return cls(spec.expand(values, like), torch.tensor(values, dtype=like.dtype, device=like.device))
+        return cls(spec.expand(values, like), tuple(values))
 
 
 def rate_at(name: str, schedule: Schedule, step: int, high: float = float("inf")) -> float:
@@ -142,6 +141,7 @@ def by_equal_factors(first: Tensor, last: Tensor, share: float | Tensor) -> Tens
     """Interpolate between two positive tensors by equal factors, first · (last/first)^share.
 
     Example:
+        >>> import torch
         >>> by_equal_factors(torch.tensor(100.0), torch.tensor(1.0), 0.5)
         tensor(10.)
     """

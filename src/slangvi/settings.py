@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.divergence import REACTIONS
-from slangvi.grads.assemble import Engine
 from slangvi.params import Params
 from slangvi.schedules import Schedule
 from slangvi.types import Routes
@@ -45,6 +44,7 @@ __all__ = [
 ]
 
 LogLikelihood = Callable[[Params, Any], Tensor]
+Engine = Literal["factored", "dense"]
 T = TypeVar("T")
 # Defaults of Adam.
 BETAS = (0.9, 0.999)
@@ -157,9 +157,10 @@ class CurvatureSettings(GaussianSettings):
         precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
             precision is there before the mean relies on it. False is the paper as printed.
         verify: check examples against the definition of their gradient, ever more rarely.
-        memory_limit: bytes that formed gradients (of one parameter, for the factored engine) and temporaries may take;
-            None leaves it to fixed defaults.
-        routes: what the factored engine forms, and how SLANG finds the spectrum; None leaves it to counting.
+        curvature_rows: examples of each backward pass, drawn at random, whose gradients estimate the curvature; all
+            examples give the gradient of the mean. None takes all, as in the paper.
+        memory_limit: bytes that formed gradients and temporaries may take; None leaves it to fixed defaults.
+        routes: which gradients are formed, and how SLANG finds the spectrum; None leaves it to counting.
         on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
             step, which is what too large a rate comes to: "warn" once, "raise" `DivergenceError`, or "ignore".
     """
@@ -168,6 +169,7 @@ class CurvatureSettings(GaussianSettings):
     momentum: float = per_group(0.0)
     precision_warmup: bool = True
     verify: bool = True
+    curvature_rows: int | None = None
     memory_limit: int | None = None
     routes: Routes | None = None
     on_divergence: str = "warn"
@@ -177,6 +179,8 @@ class CurvatureSettings(GaussianSettings):
         self._check("precision_warmup", checks.flag)
         self._check("verify", checks.flag)
         self._check("on_divergence", checks.choice, REACTIONS)
+        if self.curvature_rows is not None:
+            self._check("curvature_rows", checks.count, hint="None takes all examples of a batch.")
         if self.memory_limit is not None:
             self._check("memory_limit", checks.count, hint="It is a number of bytes.")
 
@@ -195,8 +199,10 @@ class FunctionalSettings(CurvatureSettings):
         on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
             step, as long as the steps of one run follow each other: "warn", once for what is built here, "raise"
             `DivergenceError`, or "ignore". Results are the same.
-        model: the module behind `log_likelihood`, so that the factored engine can see its layers.
-        engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
+        model: the module behind `log_likelihood`, which is called with parameters of the module's dtypes.
+        engine: "factored" reads gradients off autograd's graph, one backward pass for each draw, and keeps them as
+            factors where that is less; "dense" forms all of them by `torch.func`, all draws in one pass if they are
+            small. None takes "factored" where there is a `model` or `curvature_rows`.
     """
 
     model: nn.Module | None = None
@@ -209,8 +215,14 @@ class FunctionalSettings(CurvatureSettings):
         self._check("momentum", checks.number, 0.0, 1.0, closed="low")
         if self.engine is not None:
             self._check("engine", checks.choice, ("factored", "dense"))
-        if self.engine == "factored" and self.model is None:
-            raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
+        if self.engine == "dense" and self.curvature_rows is not None:
+            raise ValueError('curvature_rows needs engine="factored", got "dense". Drop one of them.')
+
+    @property
+    def reads_graph(self) -> bool:
+        """Whether gradients are read off autograd's graph."""
+        has_reason = self.model is not None or self.curvature_rows is not None
+        return self.engine == "factored" or (self.engine is None and has_reason)
 
     @property
     def highest_lr(self) -> float:
@@ -262,11 +274,9 @@ class CompiledSettings(LowRankSettings):
     """Settings of `build` where steps can be captured in CUDA graphs.
 
     Args:
-        compile: capture the step in CUDA graphs and replay them: several times faster for networks whose kernels are
-            small. Needs the factored engine and a CUDA device; otherwise a warning says why steps run eagerly.
-            Python code in `log_likelihood` then runs only when a graph is captured and when a check is due. `update`
-            returns while the device still works, and waits when state or info are looked at: a step that failed
-            raises then, at the latest in the next `update`, and its state becomes the one before it.
+        compile: capture draws, forward, backward and update in CUDA graphs and replay them: faster for networks whose
+            kernels are small. Needs `engine="factored"` and a CUDA device; otherwise a warning says why steps run
+            eagerly. Python code in `log_likelihood` then runs only when a graph is captured and when a check is due.
     """
 
     compile: bool = False
@@ -282,25 +292,18 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
 
     Args:
         curvature: "ef", the empirical Fisher of the paper.
-        engine: "factored"; "graph" to read gradients off autograd's graph, with which no part of a model is called
-            again (new; it forms all of them); or "dense" to form all of them (slow; for comparison).
-        curvature_rows: examples of each backward pass, drawn at random, whose gradients estimate the curvature; all
-            examples give the gradient of the mean. None takes all, as in the paper. Needs `engine="graph"`.
+        engine: "factored" reads gradients off autograd's graph; "dense" goes back through it once for each example
+            (slow; for comparison).
     """
 
     lr: float = per_group(0.05)
     precision_lr: float | None = per_group(None)
     curvature: str = "ef"
-    engine: Engine | Literal["graph"] = "factored"
-    curvature_rows: int | None = None
+    engine: Engine = "factored"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("engine", checks.choice, ("factored", "dense", "graph"))
-        if self.curvature_rows is not None:
-            self._check("curvature_rows", checks.count, hint="None takes all examples of a batch.")
-            if self.engine != "graph":
-                raise ValueError(f'curvature_rows needs engine="graph", got engine={self.engine!r}.')
+        self._check("engine", checks.choice, ("factored", "dense"))
         if self.curvature == "hessian":
             raise ValueError(
                 'curvature must be "ef" for an optimizer, got "hessian": a backward pass holds no second derivatives. '
@@ -326,11 +329,8 @@ class CompiledOptimizerSettings(LowRankOptimizerSettings):
     """Settings of optimizers whose steps can be captured in CUDA graphs.
 
     Args:
-        compile: replay step and draws from CUDA graphs, once the same kind of batch was seen twice, and with them
-            the model's forward and backward where its layers have rules. Python code in `forward` then runs only when
-            a graph is captured and when a check is due; changes of the model's modules, attributes, flags and hooks
-            are seen at once, changes of what it reads elsewhere when a check is due. Without a CUDA device a warning
-            says so and steps run eagerly.
+        compile: replay the update from CUDA graphs, once rows of the same shapes were seen twice; forward and backward
+            are the user's own. Without a CUDA device a warning says so and steps run eagerly.
     """
 
     compile: bool = False
@@ -338,13 +338,6 @@ class CompiledOptimizerSettings(LowRankOptimizerSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("compile", checks.flag)
-        if self.compile and self.engine == "graph":
-            raise ValueError('compile=True needs engine="factored", got "graph". Drop one of them.')
-        if self.compile and self.max_bad_batches:
-            raise ValueError(
-                "max_bad_batches must be 0 with compile=True: a replayed step is still running when the next batch "
-                "comes, and its error is known only then. Drop one of them."
-            )
 
 
 # ---- methods that move by Adam

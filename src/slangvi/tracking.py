@@ -33,7 +33,7 @@ def scalars(info: Any) -> dict[str, float]:
         >>> from slangvi.methods.slang import Info
         >>> import torch
         >>> one = torch.tensor(1.0)
-        >>> scalars(Info(3, 8, leading=torch.tensor([3.0, 1.0]), total=8 * one, residual=0 * one, clipped=0 * one))
+        >>> scalars(Info(3, 8, spectrum=torch.tensor([3.0, 1.0]), total=8 * one, residual=0 * one, clipped=0 * one))
         {'captured': 0.5, 'clipped': 0.0, 'num_rows': 8.0, 'rank_used': 2.0, 'residual': 0.0, 'skipped': 0.0,
          'total': 8.0}
     """

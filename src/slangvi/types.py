@@ -1,15 +1,13 @@
-"""The words the layers share: what a gradient operator and a method are."""
+"""Words that the layers share: how a user wants rows to be held, and a method as pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from torch import Tensor
-
-__all__ = ["GradientOperator", "Routes", "Transform"]
+__all__ = ["Routes", "Transform"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Routes:
             parameter.
         spectrum: "auto" forms the Gram matrix of all rows or applies it to a few vectors, whichever counts fewer
             operations; "gram" and "randomized" insist.
-        form_bytes: largest tensor of formed gradients kept for one parameter.
+        form_bytes: largest tensor of formed gradients; more columns are formed piece by piece, twice a step.
         chunk_bytes: largest temporary of a product.
 
     Example:
@@ -58,46 +56,6 @@ class Routes:
         if isinstance(self.layers, str):
             return self.layers
         return next((word for key, word in self.layers.items() if fnmatchcase(name, key)), "auto")
-
-
-class GradientOperator(Protocol):
-    """Per-example gradients G (R rows, P columns), seen through five products.
-
-    Rows are gradients of the *negative* log-likelihood of one example at one sample of the weights. `form` is for
-    problems with fewer parameters than rows, where G is smaller than its Gram. Operators over a batch of problems have
-    its dimensions in front of every result. One that merges parallel rows, so that `form`, `gram`, `mm` and `t_mm` have
-    fewer than R, says how many in an attribute `num_merged`; GᵀG is the same.
-    """
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-
-    def sum(self) -> Tensor:
-        """Σ_r g_r, shape (P,)."""
-
-    def square_sum(self) -> Tensor:
-        """Σ_r g_r ∘ g_r, shape (P,)."""
-
-    def gram(self, weights: Tensor | None = None) -> Tensor:
-        """G diag(w) Gᵀ, shape (R, R); `weights` holds one number per parameter tensor, None means ones."""
-
-    def mm(self, rows: Tensor) -> Tensor:
-        """G Cᵀ for C given by its K rows, (K, P) → (R, K)."""
-
-    def t_mm(self, weights: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Wᵀ G for W (R, K), shape (K, P); added to `onto`, which may be changed, when that is given."""
-
-    def form(self) -> Tensor:
-        """G itself, (R, P)."""
-
-    @property
-    def costs(self) -> tuple[int, int]:
-        """Counted multiplications of `gram`, and of `mm` or `t_mm` for one column."""
-
-    @property
-    def spectrum_route(self) -> str:
-        """The route wished for, see `Routes.spectrum`."""
 
 
 class Transform(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import slangvi
-from slangvi.grads import DenseGradients
 from slangvi.params import ParamSpec
 from slangvi.priors import Prior
+from slangvi.rows import DenseGradients
 from slangvi.schedules import Rate
 
 RUNS, NUM_DATA, SIZE, RANKS, BINS = 1000, 20, 3, 99, 10

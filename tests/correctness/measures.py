@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import slangvi
 from correctness import glm, kidscores, longley
-from slangvi.grads import DenseGradients
 from slangvi.priors import Prior
+from slangvi.rows import DenseGradients
 from slangvi.schedules import Rate
 
 DRAWS, BURN_IN, STEPS = 4, 20, 100

@@ -29,7 +29,7 @@ class Fault:
 SAMPLING, RATES = "optimizer/test_sampling.py::", "optimizer/test_rates.py::"
 REFUSALS, STATE = "optimizer/test_refusals.py::", "optimizer/test_state.py::"
 SLANG, PURE = "methods/test_slang.py::", "methods/test_slang_refusals.py::"
-FORMAT, CAPTURE = "checkpoint/test_format.py::", "grads/test_capture.py::"
+FORMAT, CAPTURE = "checkpoint/test_format.py::", "rows/test_recorder.py::"
 REPRODUCTION = "reproduction/"
 REMOTE, DOWNLOAD = REPRODUCTION + "data/test_remote.py::", REPRODUCTION + "data/test_download.py::"
 LOCK = REPRODUCTION + "data/test_lock.py::"
@@ -147,7 +147,7 @@ FAULTS = {
         "dropout",
         "replays draw the same mask",
         (
-            "grads/test_checks.py::test_dropout_that_is_on_in_eval_mode_is_replayed",
+            "rows/test_checks.py::test_dropout_that_is_on_in_eval_mode_is_replayed",
             CAPTURE + "test_every_product_equals_the_loop",
         ),
     ),
@@ -156,7 +156,7 @@ FAULTS = {
         "another way to the same gradients, or a refusal by name",
         (
             CAPTURE + "test_every_product_equals_the_loop",
-            CAPTURE + "test_an_activation_changed_in_place_behind_a_module_is_noticed",
+            "optimizer/test_aliasing.py::test_an_activation_that_is_changed_after_backward_is_told",
         ),
     ),
     21: Fault("parameters without gradient", "zero rows", (RATES + "test_unused_parameters_relax_to_the_prior",)),

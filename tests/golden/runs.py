@@ -339,7 +339,7 @@ def run_groups(model_name: str) -> Results:
     return trace.finish(opt.posterior)
 
 
-def run_replicas(method: str, model_name: str, engine: str) -> Results:
+def run_replicas(method: str, model_name: str) -> Results:
     """Two runs in lockstep with rates of their own, each at its own places."""
     model = build_model(model_name)
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -358,8 +358,6 @@ def run_replicas(method: str, model_name: str, engine: str) -> Results:
         num_replicas=2,
         num_data=NUM_DATA,
         constants=lambda steps: place,
-        model=model,
-        engine=engine,
         method=method,
         **options,
     )
@@ -411,8 +409,7 @@ def all_runs() -> Iterator[Run]:
             if method.optimizer is not None:
                 yield Run(f"{key}/closures-{engine}", key, partial(run_closures, method, model, engine))
         if method.optimizer is not None and not method.by_noise:
-            yield Run(f"{key}/closures-graph", key, partial(run_closures, method, model, "graph"))
-            for engine in ("factored", "graph"):
+            for engine in ("dense", "factored"):
                 yield Run(f"{key}/loop-{engine}", f"{key}/loop", partial(run_loop, method, model, engine))
     draws = {"mc_samples": 2, "lr": slangvi.inverse_time(0.5, decay=0.6), "precision_lr": None}
     for model, engine in product(MODELS, ("dense", "factored")):
@@ -420,9 +417,9 @@ def all_runs() -> Iterator[Run]:
         yield Run(f"{key}/{engine}", key, partial(run_functional, METHODS["slang"], model, engine, **draws))
     for model in MODELS:
         yield Run(f"slang-groups/{model}", f"slang-groups/{model}", partial(run_groups, model))
-    for method, engine in product(("slang", "online_eig"), ("dense", "factored")):
+    for method in ("slang", "online_eig"):
         key = f"replicas/{method}/mlp"
-        yield Run(f"{key}/{engine}", key, partial(run_replicas, method, "mlp", engine))
+        yield Run(key, key, partial(run_replicas, method, "mlp"))
     for family in ("full", "mean_field"):
         yield Run(f"exact/{family}", f"exact/{family}", partial(run_exact, family))
 

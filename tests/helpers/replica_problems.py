@@ -27,7 +27,6 @@ class Problem:
     shared: dict[str, Any]  # options all replicas share
     own: dict[str, list[Any]]  # options with one value for each
     constants: Any = None
-    model: nn.Module | None = None
     together: dict[str, Any] = field(default_factory=dict)  # options of lockstep alone
     method: str = "slang"
 
@@ -36,7 +35,7 @@ class Problem:
         return len(self.starts)
 
     def runs(self, **options: Any) -> replicas.Runs:
-        every = {"num_replicas": self.count, "constants": self.constants, "model": self.model, "method": self.method}
+        every = {"num_replicas": self.count, "constants": self.constants, "method": self.method}
         return replicas.build(self.log_likelihood, **every, **self.shared, **self.own, **self.together, **options)
 
     def alone(self, k: int) -> Any:
@@ -55,7 +54,7 @@ class Problem:
         return tuple(x[torch.arange(self.count)[:, None], index] for x in self.data)
 
 
-def regression(dtype: torch.dtype, engine: str = "dense", count: int = 4, rank: int = 1, draws: int = 2) -> Problem:
+def regression(dtype: torch.dtype, count: int = 4, rank: int = 1, draws: int = 2) -> Problem:
     """Networks on standardised data: every setting differs between replicas."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1)).to(dtype)
@@ -84,7 +83,6 @@ def regression(dtype: torch.dtype, engine: str = "dense", count: int = 4, rank: 
             "init_precision": [5.0, 10.0, 3.0, {"*": 2.0}, *[1.0] * count][:count],
         },
         torch.linspace(1, 5, count, dtype=dtype),
-        model if engine == "factored" else None,
     )
 
 

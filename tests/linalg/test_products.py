@@ -64,61 +64,28 @@ def test_column_squares_are_the_diagonal(shape):
 
 
 @pytest.mark.parametrize("size", [5, 2 << 10, 6 * 1110, 5119])  # blocks of a GPU leave nothing over, or do
-def test_contract_is_the_product_with_the_transpose(size):
+def test_rows_dot_is_the_product_with_the_transpose(size):
     rows, others = torch.randn(3, size), torch.randn(2, size)
     expected = rows.double() @ others.double().T
     for pretend in (lambda x: x, on_gpu):
         for dtype in (None, torch.float64):
-            found = products.contract(pretend(rows), pretend(others), dtype).as_subclass(Tensor)
+            found = products.rows_dot(pretend(rows), pretend(others), dtype).as_subclass(Tensor)
             assert found.dtype is (dtype or torch.float32)
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("batch", [(), (2,)])
-@pytest.mark.parametrize("rank", [1, 3])
-def test_mix_and_sums_are_products_and_sums(rank, batch):
-    weights, rows = torch.randn(*batch, 4, rank), torch.randn(*batch, rank, 6)
-    torch.testing.assert_close(products.mix(weights, rows), weights @ rows)
-    vectors = torch.randn(3, *batch, 6)
-    for found in (products.sums(*vectors), plain(products.sums(*map(on_gpu, vectors)))):
-        torch.testing.assert_close(found, vectors.sum(-1).movedim(0, -1))
 
 
 @pytest.mark.parametrize("pretend", [lambda x: x, on_gpu], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("rows", [(3, 5000), (1, 5000), (2, 3, 6)])
 @pytest.mark.parametrize("samples", [(), (4,)])
-def test_against_and_lift_are_products_with_vectors(rows, samples, pretend, generator):
+def test_products_of_rows_with_vectors(rows, samples, pretend, generator):
     """One vector, or samples of it, for every member of a batch; in another dtype if asked for."""
     factor = torch.randn(*rows, generator=generator)
     vector = torch.randn(*samples, *rows[:-2], rows[-1], generator=generator)
     expected = torch.einsum("...lp,...p->...l", factor.double(), vector.double())
     for dtype in (None, torch.float64):
-        found = products.against(pretend(factor), pretend(vector), dtype).as_subclass(Tensor)
+        found = products.rows_dot_vector(pretend(factor), pretend(vector), dtype).as_subclass(Tensor)
         assert found.dtype is (dtype or torch.float32)
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
     lifted = torch.einsum("...lp,...l->...p", factor.double(), expected)
-    found = products.lift(pretend(factor), pretend(expected.float())).as_subclass(Tensor)
+    found = products.combine_rows(pretend(expected.float()), pretend(factor)).as_subclass(Tensor)
     torch.testing.assert_close(found.double(), lifted, rtol=1e-3, atol=1e-2)
-
-
-@pytest.mark.parametrize("weight", [0.3, torch.tensor(0.3, dtype=torch.float64), torch.tensor([0.3, 2.0, 1.0])])
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
-@pytest.mark.parametrize("watched", [False, True])
-def test_times_rounds_once_and_writes_where_it_is_told(watched, dtypes, weight, generator):
-    x = torch.randn(4, 3, generator=generator).to(dtypes[0]).requires_grad_(watched)
-    whole = torch.zeros(5, 4, dtype=dtypes[1])
-    found, written = products.times(x, weight, dtypes[1]), products.times(x, weight, dtypes[1], onto=whole[1:, 1:])
-    assert torch.equal(found, (x * weight).to(dtypes[1]))
-    assert torch.equal(whole[1:, 1:], found)
-    assert written.data_ptr() == whole[1:, 1:].data_ptr()
-    assert found.requires_grad is watched
-    if isinstance(weight, Tensor):
-        learnt = weight.clone().requires_grad_()
-        assert products.times(x.detach(), learnt, dtypes[1]).requires_grad
-    assert not whole[0].any()
-
-
-@pytest.mark.parametrize("shapes", [((5,), (1, 5), (1,)), ((5,), (3, 5), (3,)), ((2, 5), (2, 3, 5), (2, 3))], ids=str)
-def test_less_takes_a_mix_of_rows_away(shapes, generator):
-    vector, rows, inner = (torch.randn(shape, generator=generator).double() for shape in shapes)
-    torch.testing.assert_close(products.less(vector, rows, inner), vector - (inner.unsqueeze(-2) @ rows).squeeze(-2))

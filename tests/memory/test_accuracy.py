@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import slangvi
 from helpers.allocated_bytes import allocated
-from slangvi.linalg import krylov
+from slangvi.linalg.topk import TOLERANCE
 
-# What the plan may be of the truth. Where no size depends on values it is 1; it is more where embeddings are looked up,
-# as if no example met a word twice. Where an iteration for eigenvalues converges, steps may take less than planned.
+# Plan over truth. Where an iteration for eigenvectors converges, steps take less than planned: see the slow test.
 BAND = (0.97, 1.2)
+# Steps that are compared: so many until the length of a step is measured for the first time, which takes more.
+STEPS_TAKEN = 8
 
 
 class Encoder(nn.Module):
@@ -47,7 +48,7 @@ MODELS = {"mlp": mlp, "convnet": convnet, "encoder": encoder}
 
 def by_optimizer(model: nn.Module, x: Tensor, y: Tensor, rank: int, draws: int, **options: object) -> None:
     opt = slangvi.SLANG(model, num_data=1000, rank=rank, init_precision=100.0, **options)
-    for _ in range(3):
+    for _ in range(STEPS_TAKEN):
         for _ in range(draws):
             with opt.sampled_params(train=True):
                 opt.zero_grad()
@@ -67,7 +68,7 @@ def by_function(model: nn.Module, x: Tensor, y: Tensor, rank: int, draws: int, *
         **options,
     )
     state = vi.init(dict(model.named_parameters()))
-    for _ in range(3):
+    for _ in range(STEPS_TAKEN):
         state, _ = vi.update(state, (x, y))
 
 
@@ -102,6 +103,10 @@ def compare(name: str, interface: str, rank: int, draws: int, **options: object)
         ("convnet", "functional", 1, 4, {"verify": False}),
         ("convnet", "optimizer", 8, 1, {"memory_limit": 2_000_000}),
         ("encoder", "optimizer", 8, 1, {}),
+        ("mlp", "optimizer", 8, 1, {"curvature_rows": 8}),
+        ("mlp", "functional", 1, 2, {"curvature_rows": 8}),
+        ("convnet", "optimizer", 8, 2, {"curvature_rows": 8}),
+        ("encoder", "functional", 8, 1, {"curvature_rows": 4}),
     ],
 )
 def test_the_plan_is_near_what_steps_take(name, interface, rank, draws, options):
@@ -113,7 +118,10 @@ def test_the_plan_is_near_what_steps_take(name, interface, rank, draws, options)
 @pytest.mark.parametrize("interface", STEPS)
 @pytest.mark.parametrize("rank", [0, 1, 8])
 @pytest.mark.parametrize("draws", [1, 4])
-def test_the_plan_is_near_what_steps_take_for_all(name, interface, rank, draws, monkeypatch):
-    assert BAND[0] <= compare(name, interface, rank, draws)
-    monkeypatch.setattr(krylov, "_allowed", lambda tolerance, values: -torch.ones_like(values[..., 0]))
-    assert BAND[0] <= compare(name, interface, rank, draws) <= BAND[1]  # when no iteration converges
+@pytest.mark.parametrize("options", [{}, {"curvature_rows": 4}])
+def test_the_plan_is_near_what_steps_take_for_all(name, interface, rank, draws, options, monkeypatch):
+    assert BAND[0] <= compare(name, interface, rank, draws, **options)
+    for dtype in list(TOLERANCE):
+        monkeypatch.setitem(TOLERANCE, dtype, 1e-300)
+    # No iteration for eigenvectors converges now.
+    assert BAND[0] <= compare(name, interface, rank, draws, **options) <= BAND[1]

@@ -9,10 +9,10 @@ from torch import nn
 import slangvi
 from helpers.logistic_runs import log_likelihood, logistic
 from slangvi.errors import UnsupportedModuleError
-from slangvi.grads import dense
 from slangvi.methods import mean_field
 from slangvi.methods._curvature import hessian_gatherer
 from slangvi.params import ParamSpec
+from slangvi.rows import dense
 
 
 @pytest.mark.parametrize("shared", [8 << 20, 0], ids=["one pass", "draw by draw"])

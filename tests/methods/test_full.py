@@ -13,9 +13,9 @@ import slangvi
 from helpers.logistic_runs import logistic, start, unit_prior
 from slangvi import full, slang
 from slangvi.errors import NumericalError
-from slangvi.grads import DenseGradients
-from slangvi.grads.linear_predictor import LinearPredictorGradients
 from slangvi.priors import Prior
+from slangvi.rows import DenseGradients
+from slangvi.rows.linear_predictor import LinearPredictorGradients
 from slangvi.schedules import Rate
 
 

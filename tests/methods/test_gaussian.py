@@ -25,8 +25,8 @@ from helpers.logistic_runs import (
 )
 from reference import gaussian_step
 from slangvi.errors import NumericalError
-from slangvi.grads import DenseGradients
 from slangvi.priors import Prior
+from slangvi.rows import DenseGradients
 from slangvi.schedules import Rate
 
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -269,7 +269,7 @@ BAD = {
     "momentum": [(1.0, ValueError)],
     "mc_samples": [(0, ValueError)],
     "temperature": [(0.0, ValueError)],
-    "engine": [("sparse", ValueError), ("factored", ValueError)],
+    "engine": [("sparse", ValueError)],
     "memory_limit": [(0, ValueError)],
     "curvature": [("fisher", ValueError), (None, ValueError)],
 }

@@ -10,8 +10,8 @@ from torch import nn
 import slangvi
 from helpers.logistic_runs import log_likelihood, logistic, unit_prior
 from slangvi import mean_field, slang
-from slangvi.grads import DenseGradients
-from slangvi.grads.linear_predictor import LinearPredictorGradients
+from slangvi.rows import DenseGradients
+from slangvi.rows.linear_predictor import LinearPredictorGradients
 from slangvi.schedules import Rate
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import slangvi
-from slangvi.grads import DenseGradients
-from slangvi.grads.linear_predictor import LinearPredictorGradients
 from slangvi.methods import mean_field, online_eig
 from slangvi.priors import Prior
+from slangvi.rows import DenseGradients
+from slangvi.rows.linear_predictor import LinearPredictorGradients
 from slangvi.schedules import Rate
 
 TENSORS = ("loc", "prec_factor", "prec_diag", "momentum")
@@ -147,7 +147,7 @@ def test_iterated_pairs_equal_the_full_decomposition():
     """Members that converge, and one whose eigenvalues lie too close together to do so."""
     rows = rows_of(90, 120, lead=(3,)) * torch.logspace(0, -3, 120, dtype=torch.float64)
     rows[1] = torch.linalg.qr(rows[1].mT).Q.mT * (1 + 1e-3 * torch.arange(90.0)[:, None])
-    fresh, pairs = online_eig.weighted_eigenvectors(
+    fresh, pairs = online_eig.scaled_eigenvectors(
         LinearPredictorGradients(rows, torch.ones(3, 1, 90).double()), 2.0, rows[:, :4]
     )
     values, vectors = torch.linalg.eigh(2.0 * rows @ rows.mT)
@@ -156,7 +156,7 @@ def test_iterated_pairs_equal_the_full_decomposition():
     torch.testing.assert_close(fresh * (fresh * dense).sum(-1, keepdim=True).sign(), dense, rtol=1e-5, atol=1e-5)
     assert float(pairs.residual[1]) == 0.0
     assert float(pairs.residual[0]) > 0.0
-    alone, single = online_eig.weighted_eigenvectors(DenseGradients.from_rows(rows[1]), 2.0, rows[1, :4])
+    alone, single = online_eig.scaled_eigenvectors(DenseGradients.from_rows(rows[1]), 2.0, rows[1, :4])
     torch.testing.assert_close(single.values, pairs.values[1])
     torch.testing.assert_close(alone.square().sum(0), fresh[1].square().sum(0), rtol=1e-6, atol=1e-6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -16,10 +17,8 @@ from torch import Tensor, nn
 import slangvi
 from reference import DenseState, dense_step
 from slangvi import replicas, slang
-from slangvi.grads import DenseGradients
-from slangvi.linalg import columns
-from slangvi.methods import lowrank_step
 from slangvi.priors import Prior
+from slangvi.rows import DenseGradients
 from slangvi.schedules import Rate
 
 NUM_DATA = 50
@@ -77,7 +76,7 @@ def run_optimizer(engine: str, model: nn.Module, batch, steps: int, **options):
     generator = torch.Generator()
     draws = options.pop("mc_samples")
     opt = slangvi.SLANG(model, num_data=NUM_DATA, engine=engine, generator=generator, **options)
-    seen = [(opt._state, None, None)]
+    seen = [(copy.deepcopy(opt._state), None, None)]  # steps are taken in place
     for k in range(steps):
         thetas = []
         generator.manual_seed(k)
@@ -88,7 +87,7 @@ def run_optimizer(engine: str, model: nn.Module, batch, steps: int, **options):
                 (-slangvi.Gaussian(2.0).log_prob(model(batch[0]), batch[1])).mean().backward()
         opt.step()
         stacked = {name: torch.stack([t[name] for t in thetas]) for name in thetas[0]}
-        seen.append((opt._state, opt.info, loop_rows(model, stacked, batch)))
+        seen.append((copy.deepcopy(opt._state), opt.info, loop_rows(model, stacked, batch)))
     return seen
 
 
@@ -188,23 +187,20 @@ def test_rank_zero_is_the_diagonal_recursion():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("R", [4, 20], ids=["gram", "parameters"])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_columns_in_parts_give_the_step_of_the_dense_oracle(monkeypatch, grouped, R, dtype):
-    monkeypatch.setattr(columns, "_PART", 5)
-    monkeypatch.setattr(columns, "_MANY", 6)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_segments_give_the_step_of_the_dense_oracle(grouped, R, dtype, in_place):
     source = torch.Generator().manual_seed(0)
     state = slang.init({"a": torch.zeros(4, dtype=dtype), "b": torch.zeros(8, dtype=dtype)}, 2)
     prior = Prior(torch.full((12,), 0.5, dtype=dtype), torch.ones(12, dtype=dtype))
     rates = ([0.1, 0.2], [0.3, 0.05]) if grouped else ([0.1, 0.1], [0.3, 0.3])
     lr, beta = (Rate.of(rate, state.spec, state.loc) for rate in rates)
-    dense, tolerance = dense_start(state), 1e-10 if dtype is torch.float64 else 1e-4
-    widths, real = [], lowrank_step._widened
-    spy = lambda diag, *others: widths.append(len(diag)) or real(diag, *others)  # noqa: E731
-    monkeypatch.setattr(lowrank_step, "_widened", spy)
+    dense, tolerance = dense_start(copy.deepcopy(state)), 1e-10 if dtype is torch.float64 else 1e-4
     for _ in range(3):
         rows = torch.randn(R, 12, generator=source, dtype=torch.float64).to(dtype)
-        gradients = DenseGradients.from_rows(rows, state.spec.numels)
+        gradients = DenseGradients.from_rows(rows)
         trace = (1 - beta.value) * state.prec_factor.square().sum(0) + beta.value * 9 / R * rows.square().sum(0)
-        state, info = slang.update(state, gradients, num_data=9, prior=prior, lr=lr, precision_lr=beta, momentum=0.5)
+        options = {"lr": lr, "precision_lr": beta, "momentum": 0.5, "in_place": in_place}
+        state, info = slang.update(state, gradients, num_data=9, prior=prior, **options)
         values = (lr.value, beta.value, 0.5, 1.0, 0.5)
         dense = dense_step(dense, rows.double(), 2, 9, *values)
         torch.testing.assert_close(state.loc.double(), dense.loc, rtol=tolerance, atol=tolerance)
@@ -214,7 +210,6 @@ def test_columns_in_parts_give_the_step_of_the_dense_oracle(monkeypatch, grouped
         assert float(info.total) == pytest.approx(float(trace.sum()), rel=tolerance)
         assert 0.0 <= float(info.clipped) < tolerance
         assert math.copysign(1.0, float(info.clipped)) == 1.0
-    assert widths == [5, 5, 2] * 3
 
 
 def test_one_rate_per_tensor_scales_rows_and_columns():
@@ -227,7 +222,7 @@ def test_one_rate_per_tensor_scales_rows_and_columns():
     lr, beta = Rate.of([0.1, 0.2], state.spec, state.loc), Rate.of([0.3, 0.05], state.spec, state.loc)
     for _ in range(4):
         rows = torch.randn(6, P, dtype=torch.float64)
-        gradients = DenseGradients.from_rows(rows, state.spec.numels)
+        gradients = DenseGradients.from_rows(rows)
         state, _ = slang.update(state, gradients, num_data=9, prior=prior, lr=lr, precision_lr=beta, momentum=0.5)
         dense = dense_step(dense, rows, rank, 9, lr.value, beta.value, 0.5, 1.0, 0.5)
         torch.testing.assert_close(state.loc, dense.loc, rtol=1e-10, atol=1e-10)

@@ -137,9 +137,9 @@ def test_draws_on_one_batch_share_its_copy():
     for _ in range(3):
         with opt.sampled_params(train=True):
             F.cross_entropy(model(x), y).backward()
-    assert len(opt._capture._snapshots) == 1
+    assert len(opt._recorder._data) == 1
     opt.step()
-    assert not opt._capture._snapshots
+    assert not opt._recorder._data
 
 
 def test_discarded_gradients_leave_no_trace():

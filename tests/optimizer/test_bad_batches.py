@@ -119,8 +119,6 @@ def test_impossible_numbers_are_refused():
     model, _, _ = model_and_data()
     with pytest.raises(ValueError, match=r"max_bad_batches must be ≥ 0, got -1. 0 raises at the first"):
         slangvi.SLANG(model, num_data=N, max_bad_batches=-1)
-    with pytest.raises(ValueError, match="max_bad_batches must be 0 with compile=True"):
-        slangvi.SLANG(model, num_data=N, max_bad_batches=1, compile=True)
 
 
 def test_other_errors_are_not_skipped(make):

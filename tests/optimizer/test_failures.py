@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.optimizer_runs import CLASSES, N, assert_identical, make, model_and_data, train
-from slangvi.methods._graph_loop import LoopRunner
-from slangvi.types import Routes
 
 
 class Fragile(torch.autograd.Function):
@@ -145,7 +143,7 @@ def test_discarding_does_not_collect_first(monkeypatch):
     opt = make(model)
     opt.train()
     F.cross_entropy(model(x), y).backward()
-    monkeypatch.setattr(opt._capture.assembler, "assemble", lambda *args: pytest.fail("was collected"))
+    monkeypatch.setattr(opt._recorder, "_group", lambda *args: pytest.fail("was collected"))
     opt.discard_gradients()
     assert not opt.has_gradients
     assert not opt._sampling
@@ -217,22 +215,3 @@ def test_a_prior_that_is_changed_in_place_counts_at_once():
         resumed = make(model_and_data(seed=5)[0], prior_precision=prior)
         resumed.load_state_dict(opt.state_dict())
         assert_identical(train(opt, x, y), train(resumed, x, y))
-
-
-# ---- compiled steps that are none ----
-
-
-def test_momentum_that_is_never_the_same_is_told_once():
-    runner = LoopRunner(1.0, Routes())
-    assert not any(runner._restless(0.9) for _ in range(20))
-    with pytest.warns(UserWarning, match="momentum changes at every step; give the scheduler cycle_momentum=False"):
-        assert [runner._restless(0.9 + 1e-3 * k) for k in range(8)][-1]
-
-
-def test_groups_that_differ_are_told_once():
-    model, x, y = model_and_data()
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.01}]
-    opt = make(model, params=groups, compile=True)
-    with pytest.warns(UserWarning, match="no effect while parameter groups differ") as caught:
-        train(opt, x, y, steps=3)
-    assert len(caught) == 1

@@ -136,7 +136,7 @@ def test_a_model_made_float64_later_is_checked_as_closely_as_its_float32_state_a
         model.double()
         train(opt, x.double(), y)
         assert opt.posterior.loc.dtype is torch.float32
-        assert not any(opt._capture.assembler._plans.values())  # nothing was taken for wrong
+        assert not opt._recorder.plans.latest().by_definition  # nothing was taken for wrong
 
 
 def test_a_mean_does_not_run_away_where_a_few_rows_are_all_there_is():

@@ -11,7 +11,7 @@ from torch import nn
 import slangvi
 from cases import build, cross_entropy
 from helpers.optimizer_runs import N, assert_same, backward, flat, make, model_and_data, train
-from slangvi.errors import UnsupportedModuleError, UnverifiedGradientsWarning
+from slangvi.errors import UnsupportedModuleError
 
 BAD = {
     "rank": [(-1, ValueError), (1.5, TypeError), (True, TypeError)],
@@ -135,17 +135,6 @@ def test_a_batch_larger_than_the_data_is_noticed_once():
         train(opt, x, y, steps=1)
     assert caught[0].filename == train.__code__.co_filename  # the line that took the step
     train(opt, x, y, steps=1)
-
-
-def test_warnings_about_a_block_point_to_the_block():
-    model, x, y = model_and_data()
-    opt = make(model)
-    with (
-        pytest.warns(UnverifiedGradientsWarning, match="not called as a whole") as caught,
-        opt.sampled_params(train=True),
-    ):
-        torch.nn.functional.cross_entropy(model[2](model[1](model[0](x))), y).backward()
-    assert caught[0].filename == __file__
 
 
 def test_a_refused_group_leaves_the_optimizer_as_it_was():

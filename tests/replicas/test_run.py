@@ -24,15 +24,15 @@ def minibatches(problem: Problem, steps: int, size: int) -> list[torch.Tensor]:
 
 def higher_rank(dtype: torch.dtype, rank: int) -> Problem:
     """In float32 without warm-up, whose first averages have eigenvalues so close that rounding decides about U."""
-    problem = regression(dtype, "factored", rank=rank).calmed()
+    problem = regression(dtype, rank=rank).calmed()
     problem.shared["precision_warmup"] = dtype is torch.float64
     return problem
 
 
 PROBLEMS = {
     "regression, dense": regression,
-    "regression, factored": lambda dtype: regression(dtype, "factored"),
-    "regression, many rows": lambda dtype: regression(dtype, "factored", draws=8),
+    "regression": regression,
+    "regression, many rows": lambda dtype: regression(dtype, draws=8),
     "regression, rank 3": lambda dtype: higher_rank(dtype, 3),
     "regression, rank 0": lambda dtype: regression(dtype, rank=0),
     "regression, one replica": lambda dtype: regression(dtype, count=1),
@@ -85,17 +85,14 @@ def test_each_replica_is_what_it_would_be_alone(method, make, dtype, global_rng_
     count=st.integers(1, 5),
     rank=st.integers(0, 4),
     draws=st.integers(1, 3),
-    engine=st.sampled_from(["dense", "factored"]),
     method=st.sampled_from(sorted(METHODS)),
     length=st.integers(1, 6),
     seed=st.integers(0, 9),
     data=st.data(),
 )
-def test_padding_counts_for_nothing_and_absent_replicas_stand_still(
-    count, rank, draws, engine, method, length, seed, data
-):
+def test_padding_counts_for_nothing_and_absent_replicas_stand_still(count, rank, draws, method, length, seed, data):
     """Batches of different sizes, NaN behind them, some replicas without examples in some steps."""
-    problem = replace(regression(torch.float64, engine, count, rank, draws), method=method)
+    problem = replace(regression(torch.float64, count, rank, draws), method=method)
     runs, states = problem.runs(), []
     state, generators = runs.init(problem.starts), replicas.streams(range(count))
     vis, alone = [problem.alone(k) for k in range(count)], replicas.streams(range(count))
@@ -143,12 +140,11 @@ def test_a_limit_on_memory_changes_nothing_but_the_number_of_passes():
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("engine", ["dense", "factored"])
-def test_no_python_code_runs_for_each_replica(engine):
+def test_no_python_code_runs_for_each_replica():
     """The likelihood is called as often for 20 replicas as for 2."""
     calls = []
     for count in (2, 20):
-        problem = regression(torch.float64, engine, count)
+        problem = regression(torch.float64, count)
         inner, counted = problem.log_likelihood, []
         problem.log_likelihood = lambda *args, inner=inner, counted=counted: counted.append(1) or inner(*args)
         runs = problem.runs()

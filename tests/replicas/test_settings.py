@@ -18,7 +18,6 @@ BAD = {
     "momentum": [(1.0, ValueError), ([0.5, -0.1], ValueError)],
     "mc_samples": [(0, ValueError)],
     "temperature": [(0.0, ValueError), ([1.0, math.inf], ValueError)],
-    "engine": [("sparse", ValueError), ("factored", ValueError)],
     "memory_limit": [(0, ValueError)],
     "on_failure": [("ignore", ValueError)],
     "method": [("bbb", ValueError), (None, ValueError)],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slangvi.rows import record
+from slangvi.rows import Plans, record
 from slangvi.rows.nodes import type_name, walk
 from slangvi.rows.rules import find_rule
 
@@ -67,13 +67,15 @@ def test_public_networks_are_read_by_rules(network: str, mode: str):
     logits = model(**inputs).logits
     losses, chosen = logits.flatten(1).logsumexp(1), [3, 0]
     each = [torch.autograd.grad(losses[k], list(params.values()), retain_graph=True, allow_unused=True) for k in chosen]
-    recording = record([logits], params, torch.tensor(chosen), plans := {}, 4)
+    recording = record([logits], params, torch.tensor(chosen), plans := Plans(), 4)
     losses.sum().backward()
-    (plan,), nodes = plans.values(), walk([logits])
+    plan, nodes = plans.latest(), walk([logits])
     assert not plan.by_definition
     assert {
         type_name(nodes[f.position]) for f in plan.frontiers if not f.by_rule or not find_rule(nodes[f.position])
     } == set()
     for j, (name, param) in enumerate(params.items()):
         expected = torch.stack([torch.zeros_like(param) if grads[j] is None else grads[j] for grads in each])
-        torch.testing.assert_close(recording.rows(name), expected, rtol=1e-8, atol=1e-12, msg=name)
+        block = recording.blocks().get(name)
+        found = torch.zeros_like(expected) if block is None else block.form().view_as(expected)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12, msg=name)

@@ -89,7 +89,11 @@ def test_contenders_that_do_not_fit_side_by_side_live_one_after_the_other(togeth
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ModuleNotFoundError("No module named 'ivon'", name="ivon"), "ivon is not installed (make bench installs it)"),
+        (
+            ModuleNotFoundError("No module named 'ivon'", name="ivon"),
+            "ivon is not installed (see reproduction/README.md)",
+        ),
+        (ModuleNotFoundError("Could not import"), "ModuleNotFoundError: Could not import"),
         (torch.OutOfMemoryError("tried to allocate"), "out of memory"),
         (TypeError("first line\n second line"), "TypeError: first line second line"),
     ],

@@ -63,5 +63,24 @@ def test_tables_leave_out_empty_columns_and_skipped_rows():
     ]
 
 
+def test_peak_memory_stands_next_to_its_bound():
+    header, lines = table([Row("slang", peak_mb=90.0, bound_mb=100.0, extra_mb=5.0)])
+    assert header == ["contender", "peak MB", "bound MB", "extra MB"]
+    assert lines == [["slang", "90", "100", "5"]]
+
+
+def test_a_skipped_row_has_its_settings_if_others_of_the_name_were_measured():
+    rows = [
+        Row("evon", {"network": "MLP"}, skipped="evon is not installed"),
+        Row("evon", {"network": "ResNet-18"}, skipped="evon is not installed"),
+        Row("slang", {"network": "MLP"}, milliseconds=1.0),
+        Row("slang", {"network": "ResNet-18", "P": 9, "L": 8, "K": 16}, skipped="out of memory"),
+    ]
+    assert left_out(rows) == [
+        "Not measured: evon (evon is not installed).",
+        "Not measured: slang L=8 K=16 on ResNet-18 (out of memory).",
+    ]
+
+
 def test_skipped_rows_are_told_once():
     assert left_out(ROWS) == ["Not measured: pyro (pyro is not installed)."]

@@ -52,6 +52,21 @@ RECORDS = {
         *(point(own.FUNCTIONAL, "L", 1000, L) for L in (1, 8)),
         point(own.FUNCTIONAL, "large", 10**8, 8),
     ),
+    "networks": record(
+        "networks",
+        Row("adam", {"network": "MLP", "P": 1000}, milliseconds=1.0, ratio=1.0, peak_mb=10.0),
+        Row(
+            "slang",
+            {"network": "MLP", "P": 1000, "L": 8, "K": 16},
+            milliseconds=3.0,
+            ratio=3.0,
+            peak_mb=11.0,
+            bound_mb=11.5,
+            target="✓ ≤ 3.5 × Adam, ✓ peak ≤ bound",
+            met=True,
+        ),
+        Row("BERT-base", {"network": "BERT-base"}, skipped="transformers is not installed"),
+    ),
     "replicas": record("replicas", Row("slang lockstep", milliseconds=20.0, peak_mb=10.0)),
 }
 
@@ -96,6 +111,11 @@ def test_every_record_is_on_the_page_in_order(results):
         "### Scale on Fast Chip",
         "| slang functional | large | 100,000,000 | 8 | 80000 | 100000 |",
         "- slang functional: time grows as P^1.00, peak memory as P^1.00.",
+        "### Networks on Fast Chip",
+        "| contender | network | P | L | K | ms | × Adam | peak MB | bound MB | target |",
+        "| slang | MLP | 1,000 | 8 | 16 | 3 | 3 | 11 | 11.5 | ✓ ≤ 3.5 × Adam, ✓ peak ≤ bound |",
+        "- 2 of 2 targets are met.",
+        "- Not measured: BERT-base (transformers is not installed).",
         "### Replicas on Fast Chip",
         "| slang lockstep | 20 | 10 |",
         "## The physical limit",

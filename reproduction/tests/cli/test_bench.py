@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from slangvi.cli.app import app
-from slangvi_reproduction.bench import BENCHES, _measure, run
+from slangvi_reproduction.bench import BENCHES, _measure, load_bench, run
 from slangvi_reproduction.bench.limits import Rates
 from slangvi_reproduction.bench.record import Record, Row, load
 
@@ -61,7 +60,7 @@ def test_options_are_passed_on_and_results_kept_by_name(settings_seen, tmp_path,
 @pytest.mark.parametrize("name", BENCHES)
 def test_repeats_are_the_benchmarks_own_unless_given(name, settings_seen):
     assert invoke(name, "--quick").exit_code == 0
-    assert settings_seen[0][1].repeats == import_module(f"slangvi_reproduction.bench.{name}").REPEATS
+    assert settings_seen[0][1].repeats == load_bench(name).REPEATS
 
 
 def test_quick_runs_are_kept_only_where_told(settings_seen, tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ _ADAMS = ("loc", "rho", "loc_momentum", "loc_square", "rho_momentum", "rho_squar
 _UNCHECKED = {"validate_args": False}
 RECORDS = {
     "layout": Record("slangvi.params.spec:ParamSpec", ("names", "shapes", "aliases")),
-    "low-rank": Record("slangvi.methods.lowrank_state:State", ("loc", "prec_factor", "prec_diag", "momentum", *_ENDS)),
+    "low-rank": Record("slangvi.methods.slang:State", ("loc", "prec_factor", "prec_diag", "momentum", *_ENDS)),
     "mean_field": Record("slangvi.methods.mean_field:State", ("loc", "prec_diag", "momentum", *_ENDS)),
     "full": Record("slangvi.methods.full:State", ("loc", "prec_matrix", "momentum", *_ENDS)),
     "bbb": Record("slangvi.methods.bbb:State", (*_ADAMS, *_ENDS, "scale")),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import permutations
 
 import torch
 from torch import Tensor
-
-from slangvi.linalg.constants import constant
 
 __all__ = ["FEW", "best_assignment"]
 
@@ -41,7 +40,7 @@ def best_assignment(scores: Tensor) -> Tensor:
     return torch.tensor([_hungarian(member) for member in members], device=scores.device).view(scores.shape[:-1])
 
 
-@constant
+@lru_cache(maxsize=16)
 def _all_permutations(count: int, device: torch.device) -> Tensor:
     """(count!, count), the identity first, which therefore wins ties."""
     return torch.tensor(list(permutations(range(count))), dtype=torch.long, device=device)

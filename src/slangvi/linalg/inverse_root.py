@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi.linalg.products import product
+from slangvi.linalg.products import batch_matmul
 
 __all__ = ["InverseRoot", "damped", "damping", "turn"]
 
@@ -104,5 +104,5 @@ def damping(roots: Tensor) -> Tensor:
 def turn(matrix: Tensor, vector: Tensor) -> Tensor:
     """Matrix (..., L, L) times vector (..., L); a leading dimension more is samples, which go through one product."""
     if vector.ndim == matrix.ndim:
-        return product(vector.movedim(0, -2), matrix.mT).movedim(-2, 0)
-    return product(matrix, vector.unsqueeze(-1)).squeeze(-1)
+        return batch_matmul(vector.movedim(0, -2), matrix.mT).movedim(-2, 0)
+    return batch_matmul(matrix, vector.unsqueeze(-1)).squeeze(-1)

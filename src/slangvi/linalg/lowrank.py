@@ -16,14 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slangvi.linalg.cholesky import lower_factor
-from slangvi.linalg.columns import by_columns, in_parts, over_columns, sliced
 from slangvi.linalg.inverse_root import InverseRoot, damping, turn
 from slangvi.linalg.kept import kept
 from slangvi.linalg.noise import standard_normal
-from slangvi.linalg.products import LONG, against, gram_float64, is_long, is_plain, less, lift
+from slangvi.linalg.products import LONG, combine_rows, gram_float64, is_long, is_plain, rows_dot_vector
 
-__all__ = ["LowRankPrecision", "factorize", "matmul"]
+__all__ = ["LowRankPrecision", "capacitance", "factorize", "matmul"]
 
 # Relative rounding of the Gram of long rows, with room to spare.
 _LONG_ROUNDING = 3e-7
@@ -63,23 +61,15 @@ class LowRankPrecision:
         The subtraction loses as many digits along U as U dominates D by, and a mean that moves by what is left there
         would run away. In float32 it is mended: Uᵀy of the result y is known beforehand, as (I + VᵀV)⁻¹ Uᵀ D⁻¹x.
         """
-        if self._is_narrow:
+        if self.is_narrow:
             return self.double.solve(rhs.to(torch.float64)).to(rhs.dtype)
-        double, dtype = torch.float64, rhs.dtype
-        only = self.cholesky.square() if self.cholesky.shape[-1] == 1 else None
-        columns = (self.diag, self.factor, rhs)
-        seen = over_columns(lambda diag, factor, x: against(factor, x / diag, double), *columns)
-        inner = self._capacitance_solve(seen, only)
-        (solved,) = by_columns(lambda diag, factor, x, y: (less(x, factor, y) / diag,), *columns, inner.to(dtype))
-        if dtype == double:
+        dtype = rhs.dtype
+        inner = self.solve_capacitance(rows_dot_vector(self.factor, rhs / self.diag))
+        solved = (rhs - combine_rows(inner.to(dtype), self.factor)) / self.diag
+        if dtype == torch.float64:
             return solved
-        columns = (self.diag, self.factor, solved)
-        known = over_columns(lambda diag, factor, x: against(factor, x, double), *columns)
-        missing = self._capacitance_solve(inner - known, only)
-        (mended,) = by_columns(
-            lambda diag, factor, x, y: (torch.addcdiv(x, lift(factor, y), diag),), *columns, missing.to(dtype)
-        )
-        return mended
+        missing = self.solve_capacitance(inner - rows_dot_vector(self.factor, solved))
+        return torch.addcdiv(solved, combine_rows(missing.to(dtype), self.factor), self.diag)
 
     def transform_noise(self, noise: Tensor) -> Tensor:
         r"""Turn standard normal noise into a zero-mean draw with covariance (UUᵀ + diag d)⁻¹.
@@ -92,11 +82,11 @@ class LowRankPrecision:
         Args:
             noise: ε, shape (..., P).
         """
-        if self._is_narrow:
+        if self.is_narrow:
             return self._double_rooted.transform_noise(noise.to(torch.float64)).to(noise.dtype)
         white = noise * self.shrink
         rooted = self._rooted(white)
-        return torch.addcdiv(white, lift(self.factor, rooted), self.diag)
+        return torch.addcdiv(white, combine_rows(rooted, self.factor), self.diag)
 
     def whiten(self, rows: Tensor) -> Tensor:
         r"""Aᵀx for the root A of the covariance that draws use, so that inner products of results are covariances.
@@ -110,11 +100,11 @@ class LowRankPrecision:
         Args:
             rows: x, shape (..., P).
         """
-        if self._is_narrow:
+        if self.is_narrow:
             return self._double_rooted.whiten(rows.to(torch.float64)).to(rows.dtype)
         white = rows * self.shrink
         rooted = self._rooted(white * self.shrink)
-        return torch.addcmul(white, lift(self.factor, rooted), self.shrink)
+        return torch.addcmul(white, combine_rows(rooted, self.factor), self.shrink)
 
     @kept
     def spectrum(self) -> tuple[Tensor, Tensor]:
@@ -139,20 +129,17 @@ class LowRankPrecision:
         noise = standard_normal((*sample_shape, *self.diag.shape), self.diag, generator)
         alike = self.factor.ndim == self.diag.ndim + 1
         plain = all(is_plain(x) for x in (self.factor, self.diag, loc) if x is not None)
-        if self._is_narrow or not (alike and plain):
+        if self.is_narrow or not (alike and plain):
             drawn = self.transform_noise(noise)
             return drawn if loc is None else loc + drawn
-        # The same without a temporary for every step on the way.
+        # In place: there is one temporary as large as the draws, and none for a single row of U.
         white = noise.mul_(self.shrink)
-        rooted, parts = self._rooted(white), in_parts(self.diag) or [slice(None)]
-        for diag, factor, place, around in sliced(parts, self.diag, self.factor, white, loc):
-            if factor.shape[:-1] == (1,):  # the product of one row with all weights would be as large as the draws
-                place.addcmul_(rooted, factor[0] / diag)
-            else:
-                place.addcdiv_(lift(factor, rooted), diag)
-            if around is not None:
-                place.add_(around)
-        return white
+        rooted = self._rooted(white)
+        if self.factor.shape[:-1] == (1,):
+            white.addcmul_(rooted, self.factor[0] / self.diag)
+        else:
+            white.addcdiv_(combine_rows(rooted, self.factor), self.diag)
+        return white if loc is None else white.add_(loc)
 
     @kept
     def double(self) -> LowRankPrecision:
@@ -161,7 +148,8 @@ class LowRankPrecision:
         return LowRankPrecision(factor, diag, self.gram, self.cholesky)
 
     @property
-    def _is_narrow(self) -> bool:
+    def is_narrow(self) -> bool:
+        """Whether there are so few parameters for each column of U that products with it are in float64."""
         rank, size = self.factor.shape[-2:]
         return size <= _NARROW * rank and self.diag.dtype != torch.float64
 
@@ -174,7 +162,7 @@ class LowRankPrecision:
 
     def _rooted(self, white: Tensor) -> Tensor:
         """c(VᵀV) Uᵀx for x of shape (..., P), (..., L); in float64 up to the end, for what it takes away from x."""
-        double = against(self.factor, white, torch.float64)
+        double = rows_dot_vector(self.factor, white)
         if self.gram.shape[-1] and not is_plain(self.gram):
             found: Tensor = InverseRoot.apply(self.gram, double, *self.spectrum)  # type: ignore[no-untyped-call]
         else:
@@ -201,7 +189,7 @@ class LowRankPrecision:
         for part, (scaled, diag) in zip(rows.split(LONG, -1), self._double_columns(), strict=True):
             white = part * diag.rsqrt()
             whole.append(white.square().sum(-1))
-            inner.append(against(scaled, white))
+            inner.append(rows_dot_vector(scaled, white))
         seen = torch.stack(inner).sum(0).unsqueeze(-1)
         half: Tensor = torch.linalg.solve_triangular(self._double_cholesky(), seen, upper=False)
         return (torch.stack(whole).sum(0) - half.square().sum((-2, -1))).to(rows.dtype)
@@ -230,18 +218,18 @@ class LowRankPrecision:
         """tr(UUᵀ + diag d), (...)."""
         return self.diag.sum(-1) + self.factor.square().sum((-2, -1))
 
-    def _capacitance_solve(self, inner: Tensor, only: Tensor | None) -> Tensor:
-        """(I + VᵀV)⁻¹ y for y of shape (..., L); `only` is I + VᵀV at rank 1, and None at any other."""
+    def solve_capacitance(self, inner: Tensor) -> Tensor:
+        """(I + VᵀV)⁻¹ y for y of shape (..., L), in float64."""
         columns = inner.to(torch.float64).unsqueeze(-1)
-        if only is not None:
-            solved = columns / only
+        if self.cholesky.shape[-1] == 1:
+            solved = columns / self.cholesky.square()
         elif columns.is_cuda and not (columns.ndim == 2 and is_plain(columns)):
             # For a batch on a GPU torch.cholesky_solve takes ways that cannot be captured in a graph.
             half = torch.linalg.solve_triangular(self.cholesky, columns, upper=False)
             solved = torch.linalg.solve_triangular(self.cholesky.mT, half, upper=True)
         else:
             solved = torch.cholesky_solve(columns, self.cholesky)
-        return solved.squeeze(-1).to(inner.dtype)
+        return solved.squeeze(-1)
 
 
 def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
@@ -262,31 +250,32 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
         tensor([0.1000, 0.2500])
     """
     gram = gram_float64(factor, diag)
+    return LowRankPrecision(factor, diag, gram, capacitance(gram, factor))
+
+
+def capacitance(gram: Tensor, factor: Tensor) -> Tensor:
+    """Return the lower Cholesky factor of I + VᵀV, NaN where it cannot be had.
+
+    Args:
+        gram: VᵀV, float64, (..., L, L).
+        factor: U by rows, whose length decides how exact VᵀV is.
+    """
     rank = gram.shape[-1]
     # Beyond ‖V‖² ≈ 1e15 the identity is below the Gram's own rounding; there the rounding takes its place, so that the
     # factorisation stays alive.
     unit = _LONG_ROUNDING if is_long(factor) else 4.0 * max(rank, 1) * torch.finfo(torch.float64).eps
     rounding = unit * gram.diagonal(dim1=-2, dim2=-1)
-    capacitance = gram.clone()
-    capacitance.diagonal(dim1=-2, dim2=-1).add_(rounding.clamp_min(1.0))
-    return LowRankPrecision(factor, diag, gram, _cholesky(capacitance))
-
-
-def _cholesky(matrix: Tensor) -> Tensor:
-    """Lower factor of a small matrix, NaN where it cannot be had; rank 1 needs no library.
-
-    Not torch.linalg.cholesky, which waits for the device to say whether it went well. With finite numbers it does, and
-    for NaN the callers look anyway.
-    """
-    if matrix.shape[-1] == 1:
+    matrix = gram.clone()
+    matrix.diagonal(dim1=-2, dim2=-1).add_(rounding.clamp_min(1.0))
+    if rank == 1:  # needs no library
         return matrix.sqrt()
-    factor, failed = lower_factor(matrix)
-    if matrix.device.type == "cpu" and is_plain(matrix) and not bool(failed.any()):
-        return factor
-    spoilt: Tensor = factor.where((failed == 0)[..., None, None], torch.nan)
+    # Not torch.linalg.cholesky, which waits for the device to say whether it went well. With finite numbers it does,
+    # and for NaN the callers look anyway.
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    spoilt: Tensor = lower.where((failed == 0)[..., None, None], torch.nan)
     return spoilt
 
 
 def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:
     """(UUᵀ + diag d) x without a factorisation; U by rows (..., L, P), x (..., P)."""
-    return diag * rhs + lift(factor, against(factor, rhs))
+    return diag * rhs + combine_rows(rows_dot_vector(factor, rhs, None), factor)

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slangvi.grads import RowGroup, SumCapture, SumGroup
 from slangvi.methods._averages import lerp
 from slangvi.methods.gather import GRADIENT_REMEDY
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.params import ParamSpec
 from slangvi.params.state import require_finite
+from slangvi.rows import GradientRecorder, RowGroup
 from slangvi.schedules import Rate
 from slangvi.settings import BETAS, EPS
 
@@ -108,6 +109,24 @@ def require_moved(
         require_finite(f"the new {name}", step, spec, ADAM_REMEDY, x.value)
 
 
+@dataclass(frozen=True)
+class SumGroup(RowGroup):
+    """What one backward pass brought, added up over its examples, and what its weights were drawn from.
+
+    Args:
+        drawn: the numbers behind the draw, such as its noise, (P,); None until somebody says so.
+    """
+
+    drawn: Tensor | None = None
+
+    def sum(self, spec: ParamSpec, like: Tensor) -> Tensor:
+        """Return Σ_i g_i as one vector (P,), zeros for parameters the pass did not reach."""
+        found = {name: self.totals.get(name) for name in spec.names}
+        sizes = dict(zip(spec.names, spec.numels, strict=True))
+        pieces = [like.new_zeros(sizes[name]) if x is None else x.flatten().to(like) for name, x in found.items()]
+        return torch.cat(pieces).mul_(self.scale)
+
+
 class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
     """Optimizers that need the gradient of each draw, added up over its examples, and move by Adam."""
 
@@ -139,8 +158,8 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
             ages=self._hyper.ages(self._state.step + 1),
         )
 
-    def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> SumCapture:
-        return SumCapture(self.model, spec, dtype)
+    def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientRecorder:
+        return GradientRecorder(self.model, spec, dtype, wants_rows=False)
 
     def _collected(self) -> list[RowGroup]:
         groups = super()._collected()

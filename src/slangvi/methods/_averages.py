@@ -17,7 +17,7 @@ def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
 
 def averaged(average: Tensor, total: Tensor, weight: float | Tensor, momentum: float | Tensor) -> Tensor:
     """Return the running average of the likelihood gradient, γm + (1−γ)(N/R)Σ_r g_r; see `mean_gradient`."""
-    return lerp(weight * total, average, momentum)
+    return lerp((weight * total).to(average.dtype), average, momentum)
 
 
 def mean_gradient(
@@ -44,7 +44,7 @@ def mean_gradient(
         correction: 1 − γᵗ.
     """
     new = averaged(average, total, weight, momentum)
-    return new, torch.addcmul(new / correction, prior.precision, loc - prior.mean)
+    return new, torch.addcmul((new / correction).to(loc.dtype), prior.precision, loc - prior.mean)
 
 
 def debiasing(momentum: float | Tensor, step: int, ages: Tensor | None = None) -> float | Tensor:

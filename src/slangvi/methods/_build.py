@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from slangvi.divergence import REMEDY, Watch
 from slangvi.methods._gaussian import GaussianState
-from slangvi.methods.gather import FactoredGatherer, dense_gatherer
+from slangvi.methods.gather import Gatherer, RowGatherer, dense_gatherer, dtypes_of
 from slangvi.out_of_memory import out_of_memory_advice
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import FlatState
@@ -27,8 +26,9 @@ __all__ = ["Basics", "Common", "Replay"]
 
 AnyState = TypeVar("AnyState", bound=FlatState)
 StateT = TypeVar("StateT", bound=GaussianState)
-# State, batch, generator, α and β (None: as α) → the step, or None when it has to be taken by `update`.
-Replay = Callable[[StateT, Any, torch.Generator | None, float, float | None], tuple[StateT, Any] | None]
+# State, batch, generator, α and β (None: as α) → state and info after the step and the mean log-likelihood; None where
+# the step has to be taken by `update`.
+Replay = Callable[[StateT, Any, torch.Generator | None, float, float | None], tuple[StateT, Any, float] | None]
 # Layout, draws (S, P), batch → what `update` takes as its curvature.
 Curvature = Callable[[ParamSpec, Tensor, Any], Tensor]
 
@@ -94,20 +94,6 @@ class Basics:
         return Transform(begin, advance, sample, posterior)
 
 
-class _Unseen(NamedTuple):
-    """A step that was still running when it was to be looked at.
-
-    Args:
-        loc: μ before it, (P,).
-        after: the state after it, if it is still there.
-        lr: α.
-    """
-
-    loc: Tensor
-    after: weakref.ref[GaussianState]
-    lr: float
-
-
 class Common(Basics):
     """The frame around methods that need the gradient of every example; `transform` makes pure functions of it.
 
@@ -121,19 +107,15 @@ class Common(Basics):
 
     def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings, rank: int = 0) -> None:
         super().__init__(settings, settings.highest_lr)
-        model, limit = settings.model, settings.memory_limit
-        self.factored: FactoredGatherer | None = None
-        if model is not None and settings.engine != "dense":
-            routes = settings.routes_within_limit
-            self.factored = FactoredGatherer(log_likelihood, model, rank, settings.verify, routes, limit)
-        self._gather = self.factored or dense_gatherer(log_likelihood, limit)
+        self.gather: Gatherer = dense_gatherer(log_likelihood, settings.memory_limit)
+        if settings.reads_graph:
+            self.gather = RowGatherer(log_likelihood, settings, rank)
         self._watch = Watch(settings.on_divergence, REMEDY)
-        self._unseen: _Unseen | None = None
 
     @property
-    def dtypes(self) -> dict[str, torch.dtype] | None:
-        """Of the parameters that `log_likelihood` is to be called with, by name; None means those of the draws."""
-        return None if self.factored is None else self.factored.dtypes
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of the parameters that `log_likelihood` is to be called with, by name; those of the draws if missing."""
+        return dtypes_of(self.settings.model) if self.settings.reads_graph else {}
 
     def transform(
         self,
@@ -156,45 +138,24 @@ class Common(Basics):
             replay: takes a whole step in another way, where it can.
         """
 
-        def eagerly(
-            state: StateT, batch: Any, generator: torch.Generator | None, lr: float, precision_lr: float | None
-        ) -> tuple[StateT, Any]:
-            thetas = state.precision.sample((self.settings.mc_samples,), generator, state.loc)
-            gradients, mean_log_likelihood = self._gather(state.spec, thetas, batch)
-            extra = {} if curvature is None else {"curvature": curvature(state.spec, thetas, batch)}
-            new, info = update(
-                state,
-                gradients,
-                num_data=self.effective_num_data,
-                prior=self.prior_of(state),
-                lr=Rate(lr),
-                precision_lr=None if precision_lr is None else Rate(precision_lr),
-                momentum=self.settings.momentum,
-                **extra,
-            )
-            return new, replace(info, expected_log_likelihood=self.settings.num_data * mean_log_likelihood)
-
         def take(state: StateT, batch: Any, generator: torch.Generator | None) -> tuple[StateT, Any]:
-            step = state.step + 1
-            given = (state, batch, generator, *self._rates(step))
-            replayed = replay and replay(*given)
-            new, info = replayed or eagerly(*given)
-            self._look(state, new, step, given[3], running=bool(replayed))
-            return new, info
+            alpha, beta = self._rates(state.step + 1)
+            prior, decay = self.prior_of(state), self.settings.momentum
+            taken = None if replay is None else replay(state, batch, generator, alpha, beta)
+            if taken is None:
+                thetas = state.precision.sample((self.settings.mc_samples,), generator, state.loc)
+                gradients, fit = self.gather(state.spec, thetas, batch, generator)
+                options: dict[str, Any] = {"lr": Rate(alpha), "precision_lr": None if beta is None else Rate(beta)}
+                if curvature is not None:
+                    options["curvature"] = curvature(state.spec, thetas, batch)
+                size = self.effective_num_data
+                taken = *update(state, gradients, num_data=size, prior=prior, momentum=decay, **options), fit
+            new, info, fit = taken
+            if self._watch.due(new.step) and state.loc.ndim == 1:
+                self._watch.look(state, new, prior, alpha, decay)
+            return new, replace(info, expected_log_likelihood=self.settings.num_data * fit)
 
         return self.framed(init, take, sample, posterior)
-
-    def _look(self, state: GaussianState, new: GaussianState, step: int, lr: float, running: bool) -> None:
-        """Show a step to the watch; one that still runs when the step after it has been taken, so as not to wait."""
-        seen, self._unseen = self._unseen, None
-        if seen is not None and seen.after() is state:
-            self._watch.look(seen, state, self.prior_of(state), seen.lr, self.settings.momentum)
-        if not self._watch.due(step) or state.loc.ndim > 1:
-            return
-        if running and self._watch.reaction == "warn":
-            self._unseen = _Unseen(state.loc.clone(), weakref.ref(new), lr)
-        else:
-            self._watch.look(state, new, self.prior_of(state), lr, self.settings.momentum)
 
     def _rates(self, step: int) -> tuple[float, float | None]:
         """α and β of a step."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 from slangvi.errors import UnsupportedModuleError
-from slangvi.grads.dense import Together, draws_at_once
 from slangvi.params import Params, ParamSpec
+from slangvi.rows.dense import Together, draws_at_once
 
 __all__ = ["HESSIAN_REMEDY", "hessian_gatherer"]
 
@@ -54,7 +54,7 @@ def hessian_gatherer(
         def loss(flat: Tensor) -> Tensor:
             params = spec.unflatten(flat)
             if dtypes is not None:
-                params = {name: value.to(dtypes[name]) for name, value in params.items()}
+                params = {name: value.to(dtypes.get(name, value.dtype)) for name, value in params.items()}
             return -log_likelihood(params, batch).sum()
 
         at_once = draws_at_once(spec, thetas, batch, backward_passes=min(_ROWS, spec.num_params))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from slangvi.divergence import REMEDY, Watch
-from slangvi.grads import FactoredGradients, GradientCapture, GraphCapture, RowGroup
-from slangvi.grads.blocks import Settle, cheapest
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import FlatState, state_dtype
 from slangvi.params.values import per_parameter
 from slangvi.priors import ELBO, Prior
+from slangvi.rows import FactoredGradients, GradientRecorder, RowGroup
 from slangvi.settings import CurvatureOptimizerSettings
-from slangvi.types import Routes
 
 __all__ = [
     "GaussianOptimizer",
@@ -63,6 +61,7 @@ class Told:
     expected_log_likelihood: float
     _state: Any
     _prior: Prior | None
+    _version: int | None
 
     @property
     def loss(self) -> float:
@@ -73,13 +72,27 @@ class Told:
     def kl(self) -> Any:
         """KL(q ‖ prior) after the step, computed when first asked for: a number, for a batch a tensor (...)."""
         assert self._prior is not None
+        if _version_of(self._state) != self._version:
+            raise RuntimeError(
+                f"info.kl of step {self._state.step} is asked for after a later step, which has written over its "
+                "state. Ask for it before the next step, or call opt.kl() for the current one."
+            )
         found = kl_to_prior(self._state, self._prior)
         return found if found.ndim else float(found)
+
+    def __post_init__(self) -> None:
+        # Optimizers write the next state over this one: the version tells.
+        object.__setattr__(self, "_version", _version_of(self._state))
 
     @property
     def elbo(self) -> ELBO:
         """Both parts together."""
         return ELBO(self.expected_log_likelihood, self.kl)
+
+
+def _version_of(state: GaussianState | None) -> int | None:
+    """Return how often the tensors of a state were written to, as far as torch counts that."""
+    return None if state is None or state.loc.is_inference() else state.loc._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,16 +158,12 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
 
     settings: CurvatureOptimizerSettings
     _update: Callable[..., tuple[StateT, InfoT]]  # the method's own
+    _writes_in_place = False  # whether it can write the new state over the old one
 
     @property
     def rank(self) -> int:
         """L, columns of the low-rank factor; 0 where the method has none."""
         return getattr(self.settings, "rank", 0)
-
-    def _examine(self, after: StateT) -> None:
-        if self._watch.due(after.step):
-            hyper = self._hyper
-            self._watch.look(self._state, after, hyper.prior(), hyper.lr().value, hyper.momentum())
 
     @cached_property
     def _watch(self) -> Watch:
@@ -162,35 +171,37 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
 
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
         hyper, size = self._hyper, self.settings.num_data / self.settings.temperature
-        gradients = FactoredGradients(self._spec, rows, self.rank, self._state.loc, self._routes)
+        routes = self.settings.routes_within_limit
+        gradients = FactoredGradients(self._spec, rows, self.rank, self._state.loc, routes)
         alpha, beta = hyper.lr(), hyper.precision_lr(self._warming_step)
-        rates = {"lr": alpha, "precision_lr": beta, "momentum": hyper.momentum()}
+        rates: dict[str, Any] = {"lr": alpha, "precision_lr": beta, "momentum": hyper.momentum()}
         rates |= {"ages": hyper.ages(self._state.step + 1)}
-        return self._update(self._state, gradients, num_data=size, prior=hyper.prior(), **rates)
+        prior, before, is_due = hyper.prior(), self._state, self._watch.due(self._state.step + 1)
+        if self._writes_in_place:
+            rates["in_place"] = not (self._handed_out or (is_due and self._watch.reaction == "raise"))
+            if is_due and rates["in_place"]:
+                before = replace(before, loc=before.loc.clone())  # type: ignore[type-var]
+        state, info = self._update(self._state, gradients, num_data=size, prior=prior, **rates)
+        if is_due:
+            self._watch.look(before, state, prior, alpha.value, rates["momentum"])
+        return state, info
 
     @property
     def _warming_step(self) -> int | None:
         """Number of the step about to be taken, if β is to be warmed up."""
         return self._state.step + 1 if self.settings.precision_warmup else None
 
-    def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
+    def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientRecorder:
         options = self.settings
-        if options.engine == "graph":
-            return GraphCapture(self.model, spec, dtype, options.verify, options.curvature_rows, self.generator)
-        limit, settle = options.memory_limit, self._settle
-        return GradientCapture(
-            self.model, spec, dtype, options.engine, options.verify, memory_limit=limit, settle=settle
+        return GradientRecorder(
+            self.model,
+            spec,
+            dtype,
+            by_definition=options.engine == "dense",
+            verify=options.verify,
+            curvature_rows=options.curvature_rows,
+            generator=self.generator,
         )
-
-    @property
-    def _routes(self) -> Routes:
-        return self.settings.routes_within_limit
-
-    @property
-    def _settle(self) -> Settle:
-        """How rows are to be kept; holds no reference to the optimizer."""
-        rank, routes = self.rank, self._routes
-        return lambda name, block: cheapest(block, rank, routes, name)
 
     def _draw(self, state: StateT, generator: torch.Generator | None) -> Tensor:
         drawn: Tensor = state.precision.sample((), generator, state.loc)  # type: ignore[attr-defined]

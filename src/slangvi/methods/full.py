@@ -22,15 +22,15 @@ from slangvi.methods._averages import debiasing, mean_gradient
 from slangvi.methods._build import Common
 from slangvi.methods._curvature import HESSIAN_REMEDY, hessian_gatherer
 from slangvi.methods._gaussian import GaussianOptimizer, Info, place, start
-from slangvi.methods.gather import GRADIENT_REMEDY
-from slangvi.methods.lowrank_state import STATE_REMEDY
+from slangvi.methods.step import GRADIENT_REMEDY, STATE_REMEDY
 from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import require_finite
 from slangvi.priors import Prior
+from slangvi.rows.operator import GradientOperator
 from slangvi.schedules import Rate
 from slangvi.settings import CurvatureOptimizerSettings, HessianSettings, LogLikelihood
-from slangvi.types import GradientOperator, Transform
+from slangvi.types import Transform
 
 __all__ = ["FullGaussian", "Info", "State", "build", "init", "posterior", "sample", "update"]
 

@@ -3,57 +3,47 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from slangvi.errors import NumericalError
-from slangvi.grads import FactoredGradients, GradientCapture, RowGroup, per_example_gradients
-from slangvi.grads.batched import BatchedPass
-from slangvi.grads.blocks import Block, Unopened, cheapest
-from slangvi.grads.dense import Together, batch_size, draws_at_once
-from slangvi.grads.replay import rounding
-from slangvi.params import Params, ParamSpec
-from slangvi.settings import LogLikelihood
-from slangvi.types import GradientOperator, Routes
+from slangvi.methods.step import GRADIENT_REMEDY
+from slangvi.params import ParamSpec
+from slangvi.rows import FactoredGradients, Plans, RowGroup, per_example_gradients, record, watch_outputs
+from slangvi.rows.dense import Together, batch_size, draws_at_once
+from slangvi.rows.operator import GradientOperator
+from slangvi.rows.recorder import check_batch_norm, check_tables
+from slangvi.settings import FunctionalSettings, LogLikelihood
 
 __all__ = [
     "GRADIENT_REMEDY",
-    "FactoredGatherer",
     "Gatherer",
+    "RowGatherer",
     "SumGatherer",
     "checked_mean",
     "checked_values",
     "dense_gatherer",
+    "dtypes_of",
     "one_per_example",
-    "shapes_of",
     "sum_gatherer",
-    "with_aliases",
 ]
 
-# (layout, draws (S, P), batch) → operator with R = S·M rows, and the mean log-likelihood over them.
-Gatherer = Callable[[ParamSpec, Tensor, Any], tuple[GradientOperator, float]]
+# (layout, draws (S, P), batch, generator) → operator with R = S·M rows, and the mean log-likelihood over them.
+Gatherer = Callable[[ParamSpec, Tensor, Any, torch.Generator | None], tuple[GradientOperator, float]]
 # (layout, draws (S, P), batch) → Σ_i g_{i,s} for every draw, (S, P), and the log-likelihoods (S, M).
 SumGatherer = Callable[[ParamSpec, Tensor, Any], tuple[Tensor, Tensor]]
-# The layout, and what decides which layers are called with which shapes.
-Kind = tuple[ParamSpec, object]
-# Steps in a row at which a pass over all draws may disagree before it is left alone.
-_TRIES = 4
-GRADIENT_REMEDY = (
-    "Look for NaN, Inf or huge values (squares must fit the dtype) in the inputs and the loss, or skip this batch."
-)
 
 
 def dense_gatherer(log_likelihood: LogLikelihood, memory_limit: int | None) -> Gatherer:
     """Rows through torch.func, for any function; small problems take all draws in one pass."""
     together = Together()
 
-    def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
+    def gather(
+        spec: ParamSpec, thetas: Tensor, batch: Any, generator: torch.Generator | None = None
+    ) -> tuple[GradientOperator, float]:
         count = batch_size(batch)
 
         def values(theta: Tensor) -> Tensor:
@@ -92,186 +82,87 @@ def checked_mean(values: Tensor) -> float:
     return mean
 
 
-class FactoredGatherer:
-    """Factors captured from the layers of the module behind the log-likelihood.
-
-    Batches of new shapes are captured draw by draw and checked. Where nothing but rules is needed and vmap can follow,
-    later ones go through the model once for all draws, and are checked again at the 2nd, 4th, 8th, … time.
+class RowGatherer:
+    """Rows read off the graph of the log-likelihood, one backward pass for each draw.
 
     Args:
         log_likelihood: (params, batch) → (M,).
-        model: the module it calls.
+        settings: of the method.
         rank: L.
-        verify: check examples against the definition of their gradient.
-        routes: see `FactoredGradients`.
-        memory_limit: bytes that rows in the making may take when a module is called again.
     """
 
-    def __init__(
-        self,
-        log_likelihood: LogLikelihood,
-        model: nn.Module,
-        rank: int,
-        verify: bool,
-        routes: Routes | None = None,
-        memory_limit: int | None = None,
-    ) -> None:
+    def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings, rank: int) -> None:
         self.log_likelihood = log_likelihood
-        self.model = model
-        self.rank = rank
-        self.verify = verify
-        self.routes = routes or Routes()
-        self.memory_limit = memory_limit
-        self.dtypes = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
-        self._captures: dict[tuple[ParamSpec, torch.dtype], GradientCapture] = {}
-        self._simple: dict[Kind, BatchedPass] = {}
-        self._uses: Counter[Kind] = Counter()
-        self._misses: dict[Kind, int] = {}  # in a row, for kinds that have agreed before
+        self.rank, self.routes = rank, settings.routes_within_limit
+        self.curvature_rows = settings.curvature_rows
+        self.plans = Plans(settings.verify)
+        self.dtypes = dtypes_of(settings.model)
+        self.model = settings.model
 
-    def __call__(self, spec: ParamSpec, thetas: Tensor, batch: Any) -> tuple[GradientOperator, float]:
-        """The operator with R = S·M rows, and the mean log-likelihood over them."""
-        kind = self.kind(spec, batch)
-        fast = self.trusted(kind)
-        self.count(kind)
-        count = batch_size(batch)
-        if fast is not None:
-            try:
-                group, table = fast.gather(thetas, batch)
-            except Exception:  # another path through the model: draw by draw says what is wrong, if anything
-                self._simple.pop(kind, None)
-            else:
-                return self._checked(spec, (group, table), thetas, count)
-        recheck = self._simple.pop(kind, None) is not None or fast is not None
-        return self._draw_by_draw(kind, thetas, batch, recheck)
-
-    def kind(self, spec: ParamSpec, batch: Any) -> Kind:
-        """What decides which layers are called with which shapes."""
-        return spec, shapes_of(batch, self.model)
-
-    def trusted(self, kind: Kind) -> BatchedPass | None:
-        """The pass over all draws for the next batch of a kind, unless there is none or a check is due."""
-        return None if _due(self._uses[kind] + 1) else self._simple.get(kind)
-
-    def distrusted(self, kind: Kind) -> bool:
-        """Whether such a pass was looked for and not found, or did not hold."""
-        return not _due(self._uses[kind] + 1) and kind not in self._simple and not self._undecided(kind)
-
-    def _undecided(self, kind: Kind) -> bool:
-        """Whether the pass over all draws has agreed before and does not now, which may have been bad luck."""
-        return 0 < self._misses.get(kind, 0) < _TRIES
-
-    def count(self, kind: Kind) -> None:
-        """Note that a batch of this kind was used."""
-        self._uses[kind] += 1
-
-    def operator(self, spec: ParamSpec, groups: list[RowGroup], like: Tensor) -> FactoredGradients:
-        """The operator over rows of these groups; draws that show the dtype are not kept by it."""
-        return FactoredGradients(spec, groups, self.rank, like.new_empty(0), self.routes)
-
-    def _settle(self, name: str, block: Block | Unopened) -> Block:
-        return cheapest(block, self.rank, self.routes, name)
-
-    def _draw_by_draw(self, kind: Kind, thetas: Tensor, batch: Any, recheck: bool) -> tuple[FactoredGradients, float]:
-        spec, count = kind[0], batch_size(batch)
-        capture, groups, values = self._capture_for(spec, thetas.dtype), [], []
-        capture.assembler.check_next = recheck
+    def __call__(
+        self, spec: ParamSpec, thetas: Tensor, batch: Any, generator: torch.Generator | None = None
+    ) -> tuple[GradientOperator, float]:
+        """Return the operator with R = S·M rows, or fewer, and the mean log-likelihood over all S·M."""
+        if self.model is not None:
+            self._check_model(self.model, spec)
+        count, groups, values = batch_size(batch), [], []
         for theta in thetas:
-            found, value = self._captured(capture, spec.unflatten(theta), batch, count)
-            groups += found
+            chosen = self.choose(count, thetas.device, generator)
+            group, value = self.gather_one(spec, theta, batch, count, chosen)
+            groups.append(group)
             values.append(value)
-        capture.forget_inputs()
-        fast = BatchedPass(self.model, capture.assembler.spec, self.log_likelihood, self._settle)
-        same_dtype = set(self.dtypes.values()) == {thetas.dtype}
-        simple = self.verify and same_dtype and capture.assembler.rules_sufficed and fast.possible
-        # Looking costs a pass: a model that did not agree a few times is asked again when a check is due only.
-        if simple and (_due(self._uses[kind]) or self._undecided(kind)):
-            together = _agreeing(fast, thetas, batch, groups)
-            if together is not None:
-                self._simple[kind] = fast
-                self._misses[kind] = 0
-                # Rows of the pass that later batches take, though both are right: a run that was interrupted begins
-                # with checks again, and must round as the one that was not.
-                return self._checked(spec, together, thetas, count)
-            if kind in self._misses:
-                self._misses[kind] += 1
-        return self.operator(spec, groups, thetas), float(torch.stack(values).mean())
+        mean = checked_mean(torch.stack(values))
+        return FactoredGradients(spec, groups, self.rank, thetas.new_empty(0), self.routes), mean
 
-    def _checked(
-        self, spec: ParamSpec, found: tuple[RowGroup, Tensor], thetas: Tensor, count: int
-    ) -> tuple[FactoredGradients, float]:
-        """The operator over what a pass over all draws gave, and the mean log-likelihood."""
-        group, table = found
-        for row in table:
-            checked_values(row, count)
-        return self.operator(spec, [group], thetas), float(table.mean())
+    def _check_model(self, model: nn.Module, spec: ParamSpec) -> None:
+        """Refuse a model whose examples have no gradients of their own, and parameters that it does not have."""
+        check_batch_norm(model)
+        check_tables(model)
+        for name in spec.names:
+            if name not in self.dtypes:
+                raise ValueError(
+                    f"params has {name!r}, which is no parameter of model. Use model.named_parameters() names."
+                )
 
-    def _captured(
-        self, capture: GradientCapture, draw: Params, batch: Any, count: int
-    ) -> tuple[list[RowGroup], Tensor]:
-        """Rows and log-likelihoods at one draw, through the hooks."""
-        params = {name: value.detach().to(self.dtypes[name]).requires_grad_() for name, value in draw.items()}
-        with torch.enable_grad(), capture.recording():
-            value = checked_values(self.log_likelihood(params, batch), count)
-            grads = torch.autograd.grad(-value.sum(), list(params.values()), allow_unused=True)
-        totals = {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}
-        found = capture.collect(params, totals, count)
-        if not found:
-            raise ValueError("log_likelihood did not call model, so its layers cannot be read. Pass the right model=.")
-        return found, value.detach()
+    def gather_one(
+        self, spec: ParamSpec, theta: Tensor, batch: Any, count: int, chosen: Tensor | None
+    ) -> tuple[RowGroup, Tensor]:
+        """Return the rows at one draw (P,), and the log-likelihoods (M,)."""
+        draw = spec.unflatten(theta.detach())
+        params = {n: x.to(self.dtypes.get(n, x.dtype), copy=True).requires_grad_() for n, x in draw.items()}
+        with torch.enable_grad():
+            values = one_per_example(self.log_likelihood(params, batch), count)
+            if not values.requires_grad:
+                raise ValueError(
+                    "log_likelihood does not depend on params: its result has no gradient. Use params in it."
+                )
+            # The batch is the caller's, who gets control back only after the step.
+            recording = record([values], params, chosen, self.plans, count, copy_data=lambda data: data)
+            watch_outputs(recording, [values])
+            try:
+                grads = torch.autograd.grad(values, list(params.values()), -torch.ones_like(values), allow_unused=True)
+            finally:
+                recording.detach()
+        totals = {n: g.to(theta.dtype) for n, g in zip(params, grads, strict=True) if g is not None}
+        blocks = recording.blocks(theta.dtype)
+        if chosen is None:
+            return RowGroup(count, blocks, totals), values.detach()
+        weight = math.sqrt(count / len(chosen))
+        blocks = {name: block.scaled(weight) for name, block in blocks.items()}
+        return RowGroup(count, blocks, totals, num_chosen=len(chosen)), values.detach()
 
-    def _capture_for(self, spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
-        key = (spec, dtype)
-        if key not in self._captures:
-            known = with_aliases(spec, self.model)
-            self._captures[key] = GradientCapture(
-                self.model,
-                known,
-                dtype,
-                verify=self.verify,
-                leaf_totals=False,
-                memory_limit=self.memory_limit,
-                settle=self._settle,
-            )
-        return self._captures[key]
+    def choose(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor | None:
+        """Return the examples of a batch whose rows are kept; None for all."""
+        if self.curvature_rows is None or self.curvature_rows >= count:
+            return None
+        return torch.randperm(count, generator=generator, device=device)[: self.curvature_rows]
 
 
-def _due(use: int) -> bool:
-    """Whether a check is due: at the 1st, 2nd, 4th, 8th, … use."""
-    return use & (use - 1) == 0
-
-
-def shapes_of(batch: Any, model: nn.Module | None = None) -> object:
-    """What decides which layers are called with which shapes: the batch's structure, and train or eval mode."""
-    leaves, structure = tree_flatten(batch)
-    plain = (int, float, bool, str, bytes, type(None))
-    shapes = tuple(
-        (x.shape, x.dtype) if isinstance(x, Tensor) else x if isinstance(x, plain) else type(x).__qualname__
-        for x in leaves
-    )
-    modes = () if model is None else tuple(module.training for module in model.modules())
-    return str(structure), shapes, modes
-
-
-def _agreeing(fast: BatchedPass, thetas: Tensor, batch: Any, groups: list[RowGroup]) -> tuple[RowGroup, Tensor] | None:
-    """What the pass over all draws gives, if for some draw it has the gradient sums that autograd gave draw by draw."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # vmap speaks of slow batching rules
-            group, table = fast.gather(thetas, batch)
-    except Exception:
-        return None  # vmap cannot follow this model; draw by draw it is
-    if len(groups) != len(thetas) or any(part.totals.keys() != group.blocks.keys() for part in groups):
-        return None
-    draws = torch.eye(len(thetas), dtype=thetas.dtype, device=thetas.device).repeat_interleave(groups[0].num_rows, 0)
-    gaps, scales = thetas.new_zeros(2, len(thetas))
-    for name, block in group.blocks.items():
-        expected = torch.stack([part.totals[name].flatten() for part in groups])
-        gaps = torch.maximum(gaps, (block.t_mm(draws) - expected).norm(dim=1))
-        # Rounding is relative to the rows, which may cancel in the sum.
-        scales += expected.norm(dim=1) + 1e-2 * (block.num_rows * block.square_sum().sum()).sqrt()
-    # A unit whose input is zero up to rounding may be on either side of a kink: that spoils single draws.
-    tolerance = rounding(fast.model, thetas.device, {thetas.dtype})
-    return (group, table) if bool((gaps <= tolerance * scales).any()) else None
+def dtypes_of(model: nn.Module | None) -> dict[str, torch.dtype]:
+    """Return the dtypes that parameters of a model are to have when it is called, by name; {} without a model."""
+    if model is None:
+        return {}
+    return {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
 
 
 def one_per_example(values: Any, num_examples: int) -> Tensor:
@@ -295,16 +186,3 @@ def checked_values(given: Any, num_examples: int) -> Tensor:
             + GRADIENT_REMEDY
         )
     return values
-
-
-def with_aliases(spec: ParamSpec, model: nn.Module) -> ParamSpec:
-    """The same layout, knowing the other names that tied tensors have in the model."""
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    for name in spec.names:
-        if name not in tensors:
-            raise ValueError(
-                f"params has {name!r}, which is no parameter of model. Use model.named_parameters() names."
-            )
-    pairs = ((alias, name) for name in spec.names for alias in tensors)
-    aliases = tuple((alias, name) for alias, name in pairs if alias != name and tensors[alias] is tensors[name])
-    return ParamSpec(spec.names, spec.shapes, aliases)

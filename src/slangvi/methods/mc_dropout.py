@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 from slangvi import checks
-from slangvi.grads.dense import batch_size
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.methods import _masks
 from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number, fitted, moved, require_moved
@@ -45,6 +44,7 @@ from slangvi.methods.gather import checked_mean
 from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params, ParamSpec
 from slangvi.priors import Prior
+from slangvi.rows.dense import batch_size
 from slangvi.schedules import Rate
 from slangvi.settings import AdamOptimizerSettings, AdamSettings, LogLikelihood, MethodSettings, per_group
 from slangvi.types import Transform

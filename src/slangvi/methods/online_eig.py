@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,33 +20,26 @@ from torch import Tensor, nn
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
+from slangvi.linalg import factorize
 from slangvi.linalg.assignment import best_assignment
-from slangvi.linalg.krylov import Eigenpairs, leading_eigenpairs
 from slangvi.linalg.products import column_squares, gram_float64
-from slangvi.linalg.small import factorize_batch
-from slangvi.linalg.subspace import projected, ritz, sharpened, starting_block
-from slangvi.linalg.topk import Route, padded_spectrum, relative_residual
-from slangvi.methods._averages import debiasing, lerp
+from slangvi.linalg.topk import Eigenpairs, leading_eigenpairs
+from slangvi.methods._averages import debiasing, lerp, mean_gradient
 from slangvi.methods._build import Common
 from slangvi.methods._gaussian import GaussianOptimizer
-from slangvi.methods.gather import GRADIENT_REMEDY
-from slangvi.methods.lowrank_state import STATE_REMEDY, Info, State, state_of
-from slangvi.methods.lowrank_step import Proposed, Rates, Widened, shift_by
-from slangvi.methods.slang import init, posterior, sample
+from slangvi.methods.slang import Info, State, finished, init, posterior, sample
+from slangvi.methods.step import GRADIENT_REMEDY, STATE_REMEDY, Diagnostics, Tensors
 from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params
 from slangvi.params.state import require_finite
 from slangvi.priors import Prior
+from slangvi.rows.operator import GradientOperator
 from slangvi.schedules import Rate
 from slangvi.settings import LogLikelihood, LowRankOptimizerSettings, LowRankSettings
-from slangvi.types import GradientOperator, Transform
+from slangvi.types import Transform
 
 __all__ = ["Info", "OnlineEig", "State", "build", "init", "posterior", "sample", "update"]
 
-# Vectors beyond the L asked for, and rounds of two products with the small matrix. Both are fixed, and what did not
-# converge is decomposed in full: no member of a batch then depends on another.
-_EXTRA = 8
-_ROUNDS = 4
 # Residual allowed relative to the largest eigenvalue, far below what one minibatch says about the curvature.
 TOLERANCE = 1e-7
 
@@ -55,7 +48,7 @@ def update(
     state: State,
     gradients: GradientOperator,
     *,
-    num_data: float,
+    num_data: float | Tensor,
     prior: Prior,
     lr: Rate,
     precision_lr: Rate | None = None,
@@ -86,71 +79,32 @@ def update(
         `NumericalError` instead of returning a state that is not finite.
     """
     step, weight = state.step + 1, num_data / gradients.num_rows
-    beta = precision_lr or lr
-    rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, debiasing(momentum, step, ages))
+    beta, factor = (precision_lr or lr).value, state.prec_factor
     total, squares = gradients.sum(), gradients.square_sum()
     require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, squares)
     try:
-        fresh, pairs = weighted_eigenvectors(gradients, weight, state.prec_factor)
+        fresh, pairs = scaled_eigenvectors(gradients, weight, factor)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # sums may not fit the dtype together
         raise NumericalError(
             f"step {step}: the curvature of all parameters together is not finite. The state is unchanged. "
             + GRADIENT_REMEDY
         ) from error
-    found = Found(total, weight * squares, fresh, matched(fresh, state.prec_factor))
-    new = propose(state.loc, state.prec_factor, state.prec_diag, state.momentum, found, weight, prior, rates)
-    if not math.isfinite(new.told.sum()):
-        require_finite("the new precision", step, state.spec, STATE_REMEDY, new.prec_diag, new.prec_factor)
+    whole = (weight * squares).to(factor.dtype)
+    rest = whole - column_squares(fresh)
+    diag = lerp(state.prec_diag, prior.precision, beta).add_((beta * rest.clamp_min(0)).to(factor.dtype))
+    row_beta = beta.unsqueeze(-2) if isinstance(beta, Tensor) and beta.ndim > 1 else beta
+    precision = factorize(lerp(factor, matched(fresh, factor), row_beta), diag)
+    correction = debiasing(momentum, step, ages)
+    average, slope = mean_gradient(state.loc, state.momentum, total, weight, prior, momentum, correction)
+    loc = state.loc - (lr.value * precision.solve(slope)).to(factor.dtype)
+    new = Tensors(loc, precision.factor, diag, average)
+    if not math.isfinite(float((new.loc.sum() + diag.sum() + precision.factor.sum()).sum())):
+        require_finite("the new precision", step, state.spec, STATE_REMEDY, diag, precision.factor)
         require_finite("the new mean", step, state.spec, STATE_REMEDY, new.loc)
-    after = state_of(new, step, state.spec)
-    spectrum, residual = padded_spectrum(pairs.values, new.prec_factor), relative_residual(pairs)
-    told = (spectrum, new.told[..., 0], residual, new.told[..., 1])
-    return after, Info(step, gradients.num_rows, *told, _state=after, _prior=prior)
-
-
-class Found(NamedTuple):
-    """What a step takes from the gradients.
-
-    Args:
-        total: Σ_r g_r, (..., P).
-        whole_diag: diagonal of Ĝ, (..., P).
-        fresh: V by rows, (..., L, P).
-        near: the same rows as `matched` returns them, (..., L, P).
-    """
-
-    total: Tensor
-    whole_diag: Tensor
-    fresh: Tensor
-    near: Tensor
-
-
-def propose(
-    loc: Tensor,
-    factor: Tensor,
-    diag: Tensor,
-    momentum: Tensor,
-    found: Found,
-    weight: float | Tensor,
-    prior: Prior,
-    rates: Rates,
-) -> Proposed:
-    """The new state, by the equations of `update`; nothing looks at a number, so that vmap and graphs can take it.
-
-    Args:
-        loc: μ, (..., P).
-        factor: U by rows, (..., L, P).
-        diag: d, (..., P).
-        momentum: m, (..., P).
-        found: in this step.
-        weight: N/R.
-        prior: λ and μ₀.
-        rates: of this step.
-    """
-    beta, rest = rates.precision_lr, found.whole_diag - column_squares(found.fresh)
-    new_factor = lerp(factor, found.near, beta)
-    new_diag = lerp(diag, prior.precision, beta).add_(beta * rest.clamp_min(0))
-    widened = Widened(factorize_batch(new_factor, new_diag), found.whole_diag, rest)
-    return shift_by(loc, momentum, found.total, widened, weight, prior, rates)
+    missing = factor.shape[-2] - pairs.values.shape[-1]
+    spectrum = (F.pad(pairs.values, (0, missing)) if missing else pairs.values).to(factor.dtype)
+    diagnostics = Diagnostics(spectrum, whole.sum(-1), pairs.residual, rest.clamp_max(0).sum(-1).abs())
+    return finished(new, precision, diagnostics, step, state.spec, gradients.num_rows, prior)
 
 
 def matched(fresh: Tensor, old: Tensor) -> Tensor:
@@ -171,69 +125,39 @@ def matched(fresh: Tensor, old: Tensor) -> Tensor:
     return signs * fresh.take_along_dim(order, -2)
 
 
-def weighted_eigenvectors(gradients: GradientOperator, weight: float, like: Tensor) -> tuple[Tensor, Eigenpairs]:
-    """V = QΛ^½ of Ĝ = weight·GᵀG by rows, zeros beyond its rank, (..., L, P), and the pairs it was made of.
+def scaled_eigenvectors(gradients: GradientOperator, weight: float | Tensor, like: Tensor) -> tuple[Tensor, Eigenpairs]:
+    """Return V = QΛ^½ of Ĝ = weight·GᵀG by rows, zeros beyond its rank, (..., L, P), and the pairs it is made of.
 
     Whichever is smaller is decomposed, the Gram GGᵀ or GᵀG itself.
 
     Args:
         gradients: operator over R rows.
-        weight: N/R.
+        weight: N/R, or (..., 1).
         like: a factor of the same shape and dtype, (..., L, P).
     """
-    rows = getattr(gradients, "num_merged", gradients.num_rows)
-    route = shorter_route(like.shape[-1], rows)
-    matrix = small_matrix(gradients, weight, route)
-    pairs = leading(matrix, min(like.shape[-2], matrix.shape[-1]))
-    return scaled_eigenvectors(gradients, weight, pairs.values, pairs.vectors, like, route), pairs
-
-
-def shorter_route(params: int, rows: int) -> Route:
-    """Which small matrix has fewer rows, GᵀG or the Gram GGᵀ."""
-    return "parameters" if params < rows else "gram"
-
-
-def small_matrix(gradients: GradientOperator, weight: float | Tensor, route: Route) -> Tensor:
-    """Ĝ itself, or weight·GGᵀ, which has the same leading eigenvalues: float64, (..., n, n)."""
-    if route == "parameters":
-        return weight * gram_float64(gradients.form().mT)
-    return weight * gradients.gram().to(torch.float64)
-
-
-def scaled_eigenvectors(
-    gradients: GradientOperator, weight: float | Tensor, values: Tensor, vectors: Tensor, like: Tensor, route: Route
-) -> Tensor:
-    """V by rows from the leading eigenpairs of the small matrix, zeros beyond its rank, (..., L, P).
-
-    Args:
-        gradients: operator over R rows.
-        weight: N/R.
-        values: leading eigenvalues, (..., k).
-        vectors: their vectors as columns, (..., n, k).
-        like: a factor of the same shape and dtype, (..., L, P).
-        route: by which the matrix was made.
-    """
-    if route == "parameters":
-        rows = (vectors * values.sqrt().unsqueeze(-2)).mT.to(like.dtype)
+    scale: Any = weight.unsqueeze(-1) if isinstance(weight, Tensor) and weight.ndim else weight
+    rank, size = like.shape[-2:]
+    rows = gradients.form() if size < gradients.height else None
+    matrix = scale * (sum_segments(gradients).to(torch.float64) if rows is None else gram_float64(rows.mT))
+    pairs = leading_eigenpairs(matrix, min(rank, matrix.shape[-1]), TOLERANCE)
+    if rows is not None:
+        fresh = (pairs.vectors * pairs.values.sqrt().unsqueeze(-2)).mT.to(like.dtype)
     else:
-        rows = gradients.t_mm((weight**0.5 * vectors).to(like.dtype))
-    missing = like.shape[-2] - rows.shape[-2]
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+        weights = (scale**0.5 * gradients.scale * pairs.vectors).to(like.dtype)
+        fresh = like.new_zeros(*like.shape[:-2], weights.shape[-1], size)
+        for columns, some in gradients.segments():
+            some.add_t_mm(weights, fresh[..., columns])
+    missing = rank - fresh.shape[-2]
+    return F.pad(fresh, (0, 0, 0, missing)) if missing else fresh, pairs
 
 
-def leading(matrix: Tensor, count: int) -> Eigenpairs:
-    """Leading eigenpairs of (..., n, n): single vectors, not just their span."""
-    if count == 0 or matrix.shape[-1] <= 4 * (count + _EXTRA):
-        return leading_eigenpairs(matrix, count)
-    block = starting_block(matrix.shape[-1], count, 0, matrix.dtype, matrix.device, _EXTRA)
-    block = sharpened(lambda x: matrix @ (matrix @ x), block, _ROUNDS)
-    values, inner, residual, _ = ritz(projected(matrix.__matmul__, block), count)
-    found = Eigenpairs(values, block @ inner, residual)
-    slow = ~(relative_residual(found) <= TOLERANCE)
-    if bool(slow.any()):
-        for part, whole in zip(found, leading_eigenpairs(matrix[slow], count), strict=True):
-            part[slow] = whole
-    return found
+def sum_segments(gradients: GradientOperator) -> Tensor:
+    """Return the Gram GGᵀ, (..., R, R)."""
+    total: Any = 0.0
+    for _, some in gradients.segments():
+        total = total + some.gram()
+    gram: Tensor = total * gradients.scale**2
+    return gram
 
 
 @keywords_of(LowRankSettings)

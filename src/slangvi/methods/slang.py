@@ -5,9 +5,9 @@ $$ q(\theta) = \mathcal N\bigl(\mu, (UU^\top + \mathrm{diag}\,d)^{-1}\bigr) $$
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,26 +15,98 @@ from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.errors import NumericalError
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
+from slangvi.linalg import LowRankPrecision, factorize
 from slangvi.methods._averages import debiasing
 from slangvi.methods._build import Common, Replay
-from slangvi.methods._gaussian import start
-from slangvi.methods._graph_functional import GraphRunner
-from slangvi.methods._graph_loop import ReplayingOptimizer
-from slangvi.methods._launched import Launched, Numbers
-from slangvi.methods.gather import GRADIENT_REMEDY
-from slangvi.methods.lowrank_state import STATE_REMEDY, Info, State, finite_check, kl_to_prior, state_of, told
-from slangvi.methods.lowrank_step import Rates, eigenproblem, shift_by, widen_by
+from slangvi.methods._gaussian import GaussianOptimizer, Told, kl_to_prior, start
+from slangvi.methods.compiled import LoopSteps, Numbers, PureSteps, warn_eager
+from slangvi.methods.gather import RowGatherer
+from slangvi.methods.step import Diagnostics, Rates, Tensors, take_step
 from slangvi.optimizer.groups import GroupValues
-from slangvi.params import Params
-from slangvi.params.state import require_finite
+from slangvi.params import Params, ParamSpec
 from slangvi.priors import Prior
+from slangvi.rows import RowGroup
+from slangvi.rows.dense import batch_size
+from slangvi.rows.operator import GradientOperator
 from slangvi.schedules import Rate
 from slangvi.settings import CompiledOptimizerSettings, CompiledSettings, LogLikelihood
-from slangvi.types import GradientOperator, Transform
+from slangvi.types import Transform
 
 __all__ = ["SLANG", "Info", "State", "build", "init", "kl_to_prior", "posterior", "sample", "update"]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What the next step needs; leading dimensions, the same everywhere, are runs that go in lockstep.
+
+    Args:
+        loc: μ, (..., P).
+        prec_factor: U by rows, (..., L, P).
+        prec_diag: d, (..., P).
+        momentum: m, the running mean of likelihood gradients, (..., P).
+        step: steps taken so far.
+        spec: names and shapes behind the flat vectors.
+    """
+
+    loc: Tensor
+    prec_factor: Tensor
+    prec_diag: Tensor
+    momentum: Tensor
+    step: int
+    spec: ParamSpec
+
+    @cached_property
+    def precision(self) -> LowRankPrecision:
+        """UUᵀ + diag d, factorised once per state; `sample((S,), generator, loc)` gives draws of shape (S, ..., P)."""
+        return factorize(self.prec_factor, self.prec_diag)
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors that a step changes."""
+        return Tensors(self.loc, self.prec_factor, self.prec_diag, self.momentum)
+
+
+@dataclass(frozen=True, eq=False)
+class Info(Told):
+    """What a step can tell besides the new state.
+
+    For runs in lockstep every number is a tensor with their leading dimensions.
+
+    Args:
+        step: number of the step, from 1.
+        num_rows: R, per-example gradients used.
+        spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (..., L).
+        total: sum of all its eigenvalues; `captured` is the share that U⁺ holds, (...).
+        residual: bound on the relative error of those eigenpairs; 0 when they were computed in full, (...).
+        clipped: Σ of what rounding would have taken from d⁺ below its bound; rounding only, (...).
+        expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
+        skipped: bad batches an optimizer has passed over so far.
+    """
+
+    step: int
+    num_rows: int
+    spectrum: Tensor
+    total: Tensor
+    residual: Tensor
+    clipped: Tensor
+    expected_log_likelihood: float = float("nan")
+    skipped: int = 0
+    _state: State | None = field(default=None, repr=False)
+    _prior: Prior | None = field(default=None, repr=False)
+
+    @property
+    def captured(self) -> Any:
+        """Share of the curvature's trace that the low-rank part holds, 0…1."""
+        share = torch.where(self.total > 0, self.spectrum.sum(-1) / self.total, 1.0)
+        return share if share.ndim else float(share)
+
+    @property
+    def rank_used(self) -> Any:
+        """Directions whose eigenvalue is above rounding."""
+        tiny = torch.finfo(self.spectrum.dtype).eps * self.total.unsqueeze(-1)
+        used = (self.spectrum > tiny).sum(-1)
+        return used if used.ndim else int(used)
 
 
 def init(params: Params, rank: int, init_precision: Any = 1.0) -> State:
@@ -54,12 +126,13 @@ def update(
     state: State,
     gradients: GradientOperator,
     *,
-    num_data: float,
+    num_data: float | Tensor,
     prior: Prior,
     lr: Rate,
     precision_lr: Rate | None = None,
     momentum: float | Tensor = 0.9,
     ages: Tensor | None = None,
+    in_place: bool = False,
 ) -> tuple[State, Info]:
     r"""One step of SLANG from per-example gradients G (R rows); leading dimensions of the state are runs in lockstep.
 
@@ -73,7 +146,7 @@ def update(
     U⁺ is any factor of the best approximation: its rows are the scaled eigenvectors, or a rotation of them.
 
     Args:
-        state: before the step; never modified.
+        state: before the step; modified only with `in_place`.
         gradients: operator over R rows, with the leading dimensions of the state.
         num_data: N, divided by the temperature if there is one.
         prior: λ and μ₀, (P,), or one for each run, (..., P).
@@ -81,35 +154,35 @@ def update(
         precision_lr: β; None means α.
         momentum: γ, on the likelihood gradient only.
         ages: t of each entry where some joined later, (P,); None for the state's own.
+        in_place: write the new state over the old one, segment by segment, instead of into fresh memory.
 
     Returns:
         The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
-        that is not finite.
+        that is not finite; the old one is as it was then.
     """
-    step, weight = state.step + 1, num_data / gradients.num_rows
-    beta = precision_lr or lr
-    rates = Rates(lr.value, beta.value, beta.per_tensor, momentum, debiasing(momentum, step, ages))
-    problem, total = eigenproblem(state.prec_factor, gradients, weight, rates), gradients.sum()
-    diagonal = problem.diagonal()
-    fresh = diagonal if isinstance(diagonal, Tensor) else diagonal.fresh
-    if not math.isfinite(total.sum() + fresh.sum()):
-        require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, gradients.square_sum())
-    try:
-        solved = problem.solve()
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # sums may not fit the dtype together
-        raise NumericalError(
-            f"step {step}: the curvature of all parameters together is not finite. The state is unchanged. "
-            + GRADIENT_REMEDY
-        ) from error
-    widened = widen_by(state.prec_diag, solved.factor, diagonal, prior, rates)
-    del diagonal, fresh  # a vector less while the mean is found
-    new = shift_by(state.loc, state.momentum, total, widened, weight, prior, rates)
-    if not math.isfinite(new.told.sum()):
-        require_finite("the new precision", step, state.spec, STATE_REMEDY, new.prec_diag, new.prec_factor)
-        require_finite("the new mean", step, state.spec, STATE_REMEDY, new.loc)
-    after = state_of(new, step, state.spec)
-    told = (solved.leading, new.told[..., 0], solved.residual, new.told[..., 1])
-    return after, Info(step, gradients.num_rows, *told, _state=after, _prior=prior)
+    step = state.step + 1
+    rates = Rates(lr.value, precision_lr or lr, momentum, debiasing(momentum, step, ages))
+    old = state.tensors
+    new = old if in_place else Tensors(*map(torch.empty_like, old))
+    precision, diagnostics = take_step(
+        old, new, gradients, num_data=num_data, prior=prior, rates=rates, spec=state.spec, step=step
+    )
+    return finished(new, precision, diagnostics, step, state.spec, gradients.num_rows, prior)
+
+
+def finished(
+    new: Tensors,
+    precision: LowRankPrecision,
+    diagnostics: Diagnostics,
+    step: int,
+    spec: ParamSpec,
+    num_rows: int,
+    prior: Prior,
+) -> tuple[State, Info]:
+    """Return the state and the info of a step that was taken."""
+    after = State(*new, step, spec)
+    after.__dict__["precision"] = precision  # fills the cached property
+    return after, Info(step, num_rows, *diagnostics, _state=after, _prior=prior)
 
 
 def sample(
@@ -150,32 +223,34 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
     """
     settings = bind_settings("build", CompiledSettings, **options)
     common = Common(log_likelihood, settings, settings.rank)
-    replay = _replay(common) if settings.compile else None
     begin = partial(init, rank=settings.rank, init_precision=settings.init_precision)
-    return common.transform(begin, update, sample, posterior, replay=replay)
+    return common.transform(begin, update, sample, posterior, replay=_replay(common) if settings.compile else None)
 
 
 def _replay(common: Common) -> Replay[State]:
-    """Steps by replaying graphs: None where one has to be taken eagerly."""
-    size, decay = common.settings.num_data, common.settings.momentum
-    graphs = GraphRunner(common.factored, common.settings.mc_samples, common.effective_num_data, decay)
+    """Return a function that takes steps by replaying graphs."""
+    if not isinstance(common.gather, RowGatherer):
+        warn_eager('it needs engine="factored", or a model')
+        return lambda *given: None
+    decay = common.settings.momentum
+    steps = PureSteps(common.gather, common.settings.mc_samples, common.effective_num_data)
 
     def replay(
         state: State, batch: Any, generator: torch.Generator | None, lr: float, precision_lr: float | None
-    ) -> tuple[State, Info] | None:
-        step, prior = state.step + 1, common.prior_of(state, graphs.like(state))
-        numbers = Numbers(lr, lr if precision_lr is None else precision_lr, 1 - decay**step)
-        running = graphs.step(state, batch, generator, numbers, prior, finite_check(state.spec, step))
-        if running is None:
+    ) -> tuple[State, Info, float] | None:
+        step, prior = state.step + 1, common.prior_of(state)
+        numbers = Numbers(lr, lr if precision_lr is None else precision_lr, decay, 1 - decay**step)
+        found = steps.step(state, batch, generator, numbers, prior)
+        if found is None:
             return None
-        after, info = told(running, state, prior, lambda mean: size * mean)
-        graphs.remember(after, running)
-        return after, info
+        rows = common.settings.mc_samples * batch_size(batch)
+        after, info = finished(found.tensors, found.precision, found.diagnostics, step, state.spec, rows, prior)
+        return after, info, found.fit
 
     return replay
 
 
-class SLANG(ReplayingOptimizer[State, Info]):
+class SLANG(GaussianOptimizer[State, Info]):
     """SLANG as a torch optimizer for any module.
 
     Args:
@@ -195,6 +270,9 @@ class SLANG(ReplayingOptimizer[State, Info]):
     """
 
     _update = staticmethod(update)
+    _writes_in_place = True
+
+    settings: CompiledOptimizerSettings
 
     @init_keywords_of(CompiledOptimizerSettings)
     def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
@@ -203,11 +281,30 @@ class SLANG(ReplayingOptimizer[State, Info]):
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         return init(params, self.settings.rank, hyper.per_parameter("init_precision"))
 
-    def _from_launched(self, running: Launched, prior: Prior) -> tuple[State, Info]:
-        return told(running, self._state, prior, lambda _: float("nan"))
+    def _advance_rows(self, rows: list[RowGroup]) -> tuple[State, Info]:
+        found = self._replay(rows) if self.settings.compile else None
+        return super()._advance_rows(rows) if found is None else found
 
-    def _finite_check(self, step: int) -> Callable[..., None]:
-        return finite_check(self._spec, step)
+    def _replay(self, rows: list[RowGroup]) -> tuple[State, Info] | None:
+        """Return the step by replaying graphs; None if it has to be taken eagerly."""
+        step, hyper = self._state.step + 1, self._hyper
+        rates = (hyper.lr().value, (hyper.precision_lr(self._warming_step) or hyper.lr()).value, hyper.momentum())
+        alike = hyper.ages(step) is None and all(isinstance(rate, float | int) for rate in rates)
+        numbers = Numbers(*rates, 1 - rates[2] ** step) if alike else None  # type: ignore[arg-type]
+        prior, before = hyper.prior(), self._state
+        found = self._steps.step(before, rows, numbers, prior)
+        if found is None:
+            return None
+        count = sum(group.num_rows for group in rows)
+        after, info = finished(found.tensors, found.precision, found.diagnostics, step, self._spec, count, prior)
+        if self._watch.due(step):
+            self._watch.look(before, after, prior, rates[0], rates[2])
+        return after, info
+
+    @cached_property
+    def _steps(self) -> LoopSteps:
+        settings = self.settings
+        return LoopSteps(settings.rank, settings.routes_within_limit, settings.num_data / settings.temperature)
 
     def _posterior(self, state: State) -> LowRankPrecisionNormal:
         return posterior(state)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slangvi.grads import GradientCapture, RowGroup
 from slangvi.optimizer._bad_batches import BadBatches
 from slangvi.optimizer._inferred import Inferred, StateT
 from slangvi.optimizer._losses import unscaled
 from slangvi.optimizer._warnings import Warnings
 from slangvi.out_of_memory import out_of_memory_advice
 from slangvi.params import ParamSpec
+from slangvi.rows import GradientRecorder, RowGroup
 
 __all__ = ["Drawing"]
 
@@ -39,7 +39,7 @@ class Drawing(Inferred[StateT]):
     # ---- what a method supplies
 
     @abstractmethod
-    def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientCapture:
+    def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientRecorder:
         """What reads gradients off the user's own backward."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Drawing(Inferred[StateT]):
         nothing happens. `eval` and `train` are what schedule-free optimizers have; Hugging Face's `Trainer` calls them.
         """
         own = self._own()
-        if own._begun is None and own._sampling and own._capture.active:
+        if own._begun is None and own._sampling and own._recorder.active:
             return
         own.eval()
         block = own._block(train=True)
@@ -86,7 +86,7 @@ class Drawing(Inferred[StateT]):
     def has_gradients(self) -> bool:
         """Whether gradients were collected since the last step; a `state_dict` does not hold them."""
         own = self._own()
-        return bool(own._rows) or own._capture.has_passes
+        return bool(own._rows) or own._recorder.has_passes
 
     def discard_gradients(self) -> None:
         """Forget gradients collected since the last step, e.g. after skipping a batch half way.
@@ -94,7 +94,7 @@ class Drawing(Inferred[StateT]):
         A block that `train()` began is over; one of `sampled_params(train=True)` goes on without what it had.
         """
         own = self._own()
-        own._capture.drop()
+        own._recorder.drop()
         own.eval()
         own._rows = []
 
@@ -112,7 +112,7 @@ class Drawing(Inferred[StateT]):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients collected for the next step stay, see `discard_gradients`."""
-        self._own()._capture.unheard.clear()
+        self._own()._recorder.unrecorded.clear()
         if not set_to_none:
             super().zero_grad(set_to_none)
             return
@@ -137,7 +137,7 @@ class Drawing(Inferred[StateT]):
         self._sampling = True
         try:
             if train:
-                with out_of_memory_advice("in sampled_params", self._state, self._rows), self._recorded():
+                with out_of_memory_advice("in sampled_params", self._state, self._rows), self._recorder.recording():
                     yield
                 advice = out_of_memory_advice("while gradients were collected", self._state, self._rows)
                 with advice, self._exact():
@@ -149,15 +149,9 @@ class Drawing(Inferred[StateT]):
             self._sampling = False
             self._write_mean()
 
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
-        """Forward and backward inside the block are written down."""
-        with self._capture.recording():
-            yield
-
     def _collected(self) -> list[RowGroup]:
         """Rows of the passes of the last block."""
-        return self._capture.collect(self._mirror.named)
+        return self._recorder.collect()
 
     def _write_draw(self, generator: torch.Generator | None) -> None:
         """One draw into the model's parameters."""
@@ -181,7 +175,7 @@ class Drawing(Inferred[StateT]):
 
     def _rebuild(self, old: StateT | None) -> None:
         super()._rebuild(old)
-        self._capture = self._listener(self._spec, self._state.loc.dtype)
+        self._recorder = self._listener(self._spec, self._state.loc.dtype)
         self._rows: list[RowGroup] = []  # those of another layout are of no use
 
     def _sync(self, contents: bool = True) -> None:

@@ -47,6 +47,7 @@ class Inferred(Optimizer, ABC, Generic[StateT]):
         self.settings = replace(settings, params=None, generator=None)
         self.generator = settings.generator
         self._ready = False
+        self._handed_out = False  # whether somebody else may hold tensors of the state, which must not change then
         self._prepare()
         # Wrappers that pass for their optimizer, as Lightning's do, run its methods as their own.
         self._itself: Callable[[], Any] = weakref.ref(self)
@@ -79,6 +80,7 @@ class Inferred(Optimizer, ABC, Generic[StateT]):
         """Q over the flat parameter vector, as a torch distribution; it does not change with later steps."""
         own = self._own()
         own._sync()
+        own._handed_out = True
         return own._posterior(own._state)
 
     def kl(self) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slangvi.errors import NumericalError
-from slangvi.grads import RowGroup
+from slangvi.rows import RowGroup
 from slangvi.settings import OptimizerSettings
 
 __all__ = ["amplification", "expected_log_likelihood", "loss_alone", "mean_loss", "require_finite_loss", "unscaled"]

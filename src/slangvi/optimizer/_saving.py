@@ -29,6 +29,7 @@ class Saving(Drawing[StateT]):
         self._sync()
         with held(self, "_optimizer_state_dict_post_hooks") as after:
             packed = super().state_dict()
+        self._handed_out = True
         packed["slangvi"] = pack(type(self).__name__, self._state, self.generator, self.settings.num_data)
         packed["slangvi"]["bad_batches"] = [self._bad.in_a_row, self._bad.total]
         return called(after, self, packed)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slangvi.errors import user_stacklevel
-from slangvi.grads import RowGroup
+from slangvi.rows import RowGroup
 
 __all__ = ["Warnings"]
 
@@ -19,23 +19,10 @@ class Warnings:
     Args:
         told_small_data: whether that of a batch larger than the data was given.
         told_lost_gradients: whether that of gradients outside blocks was given.
-        told_different_groups: whether that of rates for which there are no graphs was given.
     """
 
     told_small_data: bool = False
     told_lost_gradients: bool = False
-    told_different_groups: bool = False
-
-    def of_different_groups(self) -> None:
-        """Warn that steps are not replayed."""
-        if not self.told_different_groups:
-            self.told_different_groups = True
-            warnings.warn(
-                "compile=True has no effect while parameter groups differ in lr, precision_lr or momentum. Steps run "
-                "eagerly.",
-                UserWarning,
-                stacklevel=user_stacklevel(),
-            )
 
     def of_small_data(self, rows: Sequence[RowGroup], num_data: int) -> None:
         """Warn if a batch is larger than the training set is said to be."""
@@ -49,10 +36,10 @@ class Warnings:
                 stacklevel=user_stacklevel(),
             )
 
-    def of_lost_gradients(self, unheard: set[int]) -> None:
+    def of_lost_gradients(self, unrecorded: set[int]) -> None:
         """Warn if there were backward passes outside blocks, and forget them."""
-        lost = len(unheard)
-        unheard.clear()
+        lost = len(unrecorded)
+        unrecorded.clear()
         if lost and not self.told_lost_gradients:
             self.told_lost_gradients = True
             warnings.warn(

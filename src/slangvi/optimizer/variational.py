@@ -12,12 +12,12 @@ import torch
 
 from slangvi import checks
 from slangvi.errors import DivergenceError, NumericalError
-from slangvi.grads import RowGroup
 from slangvi.optimizer._inferred import StateT
 from slangvi.optimizer._losses import amplification, expected_log_likelihood, loss_alone, mean_loss, require_finite_loss
 from slangvi.optimizer._saving import Saving
 from slangvi.out_of_memory import out_of_memory_advice
 from slangvi.priors import ELBO
+from slangvi.rows import RowGroup
 
 __all__ = ["VariationalOptimizer"]
 
@@ -63,8 +63,8 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
             earlier = len(self._rows)
             losses = self._run(closure) if closure is not None else []
             rows, self._rows = self._rows, []
-            self._capture.forget_inputs()
-            if closure is not None and not (rows or losses or self._capture.unheard):
+            self._recorder.forget_data()
+            if closure is not None and not (rows or losses or self._recorder.unrecorded):
                 return None  # a batch left out on purpose: Lightning's closures then do nothing
             scale, skip = amplification(self.__dict__)
             if not skip:
@@ -133,25 +133,21 @@ class VariationalOptimizer(Saving[StateT], Generic[StateT, InfoT]):
             )
         self._sync()
         self._warnings.of_small_data(rows, self.settings.num_data)
-        self._warnings.of_lost_gradients(self._capture.unheard)
+        self._warnings.of_lost_gradients(self._recorder.unrecorded)
         with out_of_memory_advice("in the update", self._state, rows), self._exact():
             state, info = self._advance_rows(rows)
-            self._examine(state)
         if losses:
             fit = expected_log_likelihood(losses, sum(group.num_rows for group in rows[earlier:]), self.settings)
             info = replace(info, expected_log_likelihood=fit)  # type: ignore[type-var]
         self._bad.in_a_row = 0
         if self.num_skipped:
             info = replace(info, skipped=self.num_skipped)  # type: ignore[type-var]
-        self._state, self.info = state, info
+        self._state, self.info, self._handed_out = state, info, False
         self._write_mean()
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         super()._take_over(state_dict)
         self.info = None  # what is known is of another run
-
-    def _examine(self, after: StateT) -> None:
-        """Look at a state that is about to be taken over; raises to refuse it."""
 
     def _pass_over(self, error: NumericalError) -> None:
         """Go on without the batch that failed, unless there were too many."""

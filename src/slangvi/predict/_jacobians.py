@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.params import ParamSpec
 from slangvi.predict.samples import call
+from slangvi.rows.dense import batch_size, slice_batch
 
 __all__ = ["Jacobians"]
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from slangvi import checks
 from slangvi.distributions import Posterior
 from slangvi.errors import NumericalError
-from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, check_several, likelihood_named
 from slangvi.linalg.noise import standard_normal
 from slangvi.params.spec import uncompiled
 from slangvi.predict._jacobians import Jacobians
 from slangvi.predict.samples import check_given, evaluating, spec_of
+from slangvi.rows.dense import batch_size, slice_batch
 
 __all__ = ["LinearisedPredictive", "linearised_predictive", "probit_softmax"]
 

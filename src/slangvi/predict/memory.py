@@ -1,4 +1,4 @@
-"""How much memory a prediction will take, told before any of it is spent."""
+"""How much memory a prediction will take, before any of it is spent."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from slangvi.distributions import Posterior
-from slangvi.memory.ledger import Ledger
-from slangvi.memory.weightless import weightless, without_memory
-from slangvi.out_of_memory import human, tensors_in
+from slangvi.memory.fake import fake_memory
+from slangvi.out_of_memory import human, storage_bytes, tensors_in
 from slangvi.predict.samples import check_given
 
 __all__ = ["PredictionPlan", "estimate_prediction_memory"]
@@ -54,10 +53,10 @@ class PredictionPlan:
 def estimate_prediction_memory(
     predict: Callable[..., Any], model: nn.Module, posterior: Posterior, x: Any, **options: Any
 ) -> PredictionPlan:
-    """Bytes that a prediction will take, without spending them.
+    """Return the bytes that a prediction will take, without spending them.
 
-    The prediction is gone through on tensors that have sizes but no values, as `slangvi.estimate_memory` does with
-    training steps; what is said there about workspaces below tensors holds here too.
+    The prediction runs on tensors that have sizes but no values, as the step of `slangvi.estimate_memory` does; what is
+    said there about workspaces below tensors holds here too.
 
     Args:
         predict: `functional_samples`, `predictive_samples` or `linearised_predictive`.
@@ -83,16 +82,13 @@ def estimate_prediction_memory(
         raise TypeError(f"predict must be a function such as slangvi.predictive_samples, got {predict!r}.")
     options.pop("generator", None)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    ledger = Ledger()
-    with weightless(ledger, device) as allocations:
-        given = tuple(without_memory(thing, allocations.fake, device) for thing in (model, posterior, x))
-        twin, q, inputs = given
-        tensors = [*twin.parameters(), *twin.buffers(), *tensors_in(vars(q)), *tree_leaves(inputs)]
-        ledger.label([tensor for tensor in tensors if isinstance(tensor, Tensor)], "given")
-        start = len(ledger.live)
-        before = ledger.live[-1]
-        result = predict(twin, q, inputs, **options)
-        ledger.label(tensors_in(result), "result")
-        held = sum(record.nbytes for record in ledger.at(len(ledger.live)) if record.part == "result")
-    peak = max(ledger.live[start - 1 :])
-    return PredictionPlan(before, held, max(peak - before - held, 0), allocations.guesses)
+    with fake_memory() as memory:
+        twin = memory.copy(model, [*model.parameters(), *model.buffers()], "given", device)
+        q = memory.copy(posterior, tensors_in(vars(posterior)), "given", device)
+        inputs = memory.copy(x, tree_leaves(x), "given", device)
+        given = memory.live
+        with memory.phase("the prediction", "working"):
+            result = predict(twin, q, inputs, **options)
+        held = storage_bytes(tensors_in(result))
+    peak = max(memory.peaks["the prediction"][0], given + held)
+    return PredictionPlan(given, held, peak - given - held, memory.guesses)

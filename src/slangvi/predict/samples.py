@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.distributions import Posterior
-from slangvi.grads.dense import batch_size, slice_batch
 from slangvi.likelihoods import Likelihood, likelihood_named
 from slangvi.params import ParamSpec
 from slangvi.params.spec import uncompiled
+from slangvi.rows.dense import batch_size, slice_batch
 
 __all__ = ["call", "check_given", "evaluating", "functional_samples", "predictive_samples", "spec_of"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +13,41 @@ from torch import Tensor
 from slangvi import checks
 from slangvi.divergence import REMEDY, Watch, step_length
 from slangvi.errors import NumericalError
-from slangvi.grads.dense import rows_within
 from slangvi.linalg import LowRankPrecision
+from slangvi.methods import online_eig, slang
+from slangvi.methods.gather import checked_values
+from slangvi.methods.step import Tensors
 from slangvi.params import ParamSpec
 from slangvi.priors import Prior
 from slangvi.replicas import _settings
-from slangvi.replicas._gather import LockstepGatherer
+from slangvi.replicas._gather import LogLikelihood, gather_rows
 from slangvi.replicas._inputs import Minibatch, checked_constants, read
-from slangvi.replicas._replay import Given, GraphKeeper
-from slangvi.replicas._rules import RULES, Lanes
 from slangvi.replicas._settings import ReplicaSettings, pick
-from slangvi.replicas._step import Numbers, Taken, Told, take_step, told_of, trouble
 from slangvi.replicas.state import Failure, Generators, Info, State, noise
+from slangvi.rows.dense import DenseGradients, rows_within
+from slangvi.schedules import Rate
 
 __all__ = ["Lockstep"]
+
+UPDATES = {"slang": slang.update, "online_eig": online_eig.update}
+
+
+class Numbers(NamedTuple):
+    """What differs between replicas in one step, float64, (k, 1) each.
+
+    Args:
+        lr: α.
+        precision_lr: β.
+        momentum: γ.
+        weight: N/R, divided by the temperature.
+        steps: t.
+    """
+
+    lr: Tensor
+    precision_lr: Tensor
+    momentum: Tensor
+    weight: Tensor
+    steps: Tensor
 
 
 class LaneValues:
@@ -51,20 +72,30 @@ class LaneValues:
         self.lr = _settings.Rates("lr", settings.lr, count, 1.0 if beta is None else math.inf)
         self.precision_lr = None if beta is None else _settings.Rates("precision_lr", beta, count, 1.0)
 
-    def numbers(self, steps: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-        """Those of some replicas at the steps they are about to take, with R rows each: float64, (k, 5)."""
+    def numbers(self, steps: Tensor, index: Tensor, rows: Tensor) -> Numbers:
+        """Return those of some replicas at the steps they are about to take, with R rows each."""
         size, heat, decay = (pick(x, index) for x in (self.num_data, self.temperature, self.momentum))
         alpha = self.lr.at(steps, index)
         beta = alpha if self.precision_lr is None else self.precision_lr.at(steps, index)
         if self.settings.precision_warmup:
             beta = torch.maximum(beta, 1.0 / (steps + 1).to(beta.dtype))
-        return torch.stack(Numbers(alpha, beta, decay, 1 - decay**steps, size / (heat * rows)), dim=1)
+        return Numbers(*(x.unsqueeze(1).double() for x in (alpha, beta, decay, size / (heat * rows), steps)))
 
     def prior(self, state: State) -> Prior:
         """λ and μ₀ of every replica, (K, P)."""
         lam = _settings.per_replica("prior_precision", self.settings.prior_precision, state.spec, state.loc)
         mean = _settings.per_replica("prior_mean", self.settings.prior_mean, state.spec, state.loc, positive=False)
         return Prior(lam, mean)
+
+
+class Told(NamedTuple):
+    """What `Info` tells of some replicas, (k, ...) each."""
+
+    spectrum: Tensor
+    total: Tensor
+    residual: Tensor
+    clipped: Tensor
+    expected_log_likelihood: Tensor
 
 
 @dataclass(frozen=True)
@@ -80,7 +111,7 @@ class _Part:
     """
 
     index: Tensor
-    lanes: Lanes
+    lanes: slang.State
     told: Told
     failures: list[Failure]
     precision: LowRankPrecision | None
@@ -91,18 +122,17 @@ class Lockstep:
 
     Args:
         settings: of all replicas.
-        gather: from draws and batches to gradients.
+        log_likelihood: (params, batch, constants) → (M,), for one replica.
     """
 
-    def __init__(self, settings: ReplicaSettings, gather: LockstepGatherer) -> None:
+    def __init__(self, settings: ReplicaSettings, log_likelihood: LogLikelihood) -> None:
         self.settings = settings
-        self.gather = gather
+        self.log_likelihood = log_likelihood
         self.values = LaneValues(settings)
         self.draws = settings.mc_samples
         self.constants = checked_constants(settings.constants, settings.num_replicas)
-        self.rule = RULES[settings.method]
+        self.update_lanes = UPDATES[settings.method]
         self.watch = Watch(settings.on_divergence, REMEDY)
-        self.graphs = GraphKeeper(self.rule) if settings.compile else None
         self._priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
 
     def prior_of(self, state: State) -> Prior:
@@ -142,9 +172,6 @@ class Lockstep:
         moving = (sizes > 0) & ~state.failed
         index = moving.nonzero().squeeze(1)
         drawn = noise(state.loc, (self.draws,), generators, index)
-        replayed = None if self.graphs is None else self._replayed(self.graphs, state, data, sizes, index, drawn)
-        if replayed is not None:
-            return replayed
         width = self._width(state, data.num_examples)
         pieces = zip(index.split(width), drawn.split(width), strict=True)
         parts = [self._advance(state, data, sizes, *piece) for piece in pieces] if len(index) else []
@@ -160,58 +187,78 @@ class Lockstep:
     def _width(self, state: State, length: int) -> int:
         """How many replicas are advanced at a time."""
         count, params = state.loc.shape
-        if self.gather.model is not None:
-            return count
         return rows_within(self.settings.memory_limit, self.draws * length * params * state.loc.element_size(), count)
 
     def _advance(self, state: State, data: Minibatch, sizes: Tensor, index: Tensor, drawn: Tensor) -> _Part:
-        """One step of some replicas."""
-        whole, prior = len(index) == len(state.loc), self.prior_of(state)
-        lanes = Lanes(*(pick(x, index) for x in (state.loc, state.prec_factor, state.prec_diag, state.momentum)))
-        precision = state.precision if whole else _picked(state.precision, index)
+        """Take one step of some replicas."""
+        whole, prior, device = len(index) == len(state.loc), self.prior_of(state), state.loc.device
+        old = Tensors(*(pick(x, index) for x in (state.loc, state.prec_factor, state.prec_diag, state.momentum)))
+        lanes = slang.State(*old, step=0, spec=state.spec)
+        precision = state.precision if whole else lanes.precision
         thetas = (lanes.loc + precision.transform_noise(drawn.transpose(0, 1))).transpose(0, 1)
         data = data if whole else data.take(index)
-        gathered = self.gather(state.spec, thetas, data)
-        steps, rows = pick(state.step, index) + 1, pick(sizes, index) * self.draws
-        numbers = self.values.numbers(steps, index, rows).to(state.loc.device)
+        rows, values = gather_rows(self.log_likelihood, state.spec, thetas, data)
+        steps, counts = pick(state.step, index) + 1, pick(sizes, index) * self.draws
+        numbers = Numbers(*(x.to(device) for x in self.values.numbers(steps, index, counts)))
         prior = Prior(pick(prior.precision, index), pick(prior.mean, index))
-        taken = take_step(self.rule, lanes, gathered, prior, numbers)
-        told = told_of(taken, gathered, data.weights, (pick(self.values.num_data, index) / rows).to(state.loc.device))
-        if bool(taken.fine.all()):
-            return _Part(index, taken.lanes, told, [], taken.precision)
-        reasons = _reasons(taken, gathered.values, rows // self.draws, steps, state.spec)
-        bad = torch.tensor(list(reasons), device=state.loc.device, dtype=torch.int64)
-        kept = Lanes(*(new.index_copy(0, bad, old[bad]) for new, old in zip(taken.lanes, lanes, strict=True)))
-        failures = [Failure(int(index[k]), int(steps[k]), reason) for k, reason in reasons.items()]
-        return _Part(index, kept, Told(*(x.index_fill(0, bad, torch.nan) for x in told)), failures, None)
+        weighted = values if data.weights is None else values * data.weights.unsqueeze(1)
+        share = (pick(self.values.num_data, index) / counts).to(device)
+        fit = weighted.sum((1, 2), dtype=torch.float64) * share
+        try:
+            if not bool(torch.isfinite(values).all()):
+                raise NumericalError("")  # each says which of its own
+            new, info = self._step(lanes, rows, prior, numbers)
+        except NumericalError:
+            return self._one_by_one(lanes, rows, values, prior, numbers, index, counts // self.draws, fit)
+        told = Told(info.spectrum, info.total, info.residual.to(fit), info.clipped, fit)
+        return _Part(index, new, told, [], new.precision)
 
-    def _replayed(
-        self, graphs: GraphKeeper, state: State, data: Minibatch, sizes: Tensor, index: Tensor, drawn: Tensor
-    ) -> tuple[State, Info] | None:
-        """The step by a graph; None when it has to be taken eagerly."""
-        rank, count = state.prec_factor.shape[1], len(state.loc)
-        whole = self._width(state, data.num_examples) == count
-        if not len(index) or not graphs.usable(state.loc, rank, whole):
-            return None
-        kind = self.gather.ready(state.spec, data)
-        if kind is None:
-            return None
-        moving, rows = torch.zeros(count, dtype=torch.int64).index_fill_(0, index, 1), sizes * self.draws
-        every, prior = torch.arange(count), self.prior_of(state)
-        numbers = self.values.numbers(state.step + 1, every, rows.clamp_min(1))
-        share = self.values.num_data / rows.clamp_min(1)
-        if len(index) < count:
-            drawn = drawn.new_zeros(count, *drawn.shape[1:]).index_copy(0, index.to(drawn.device), drawn)
-        numbers = torch.cat([numbers, torch.stack([share, moving.to(share.dtype)], 1)], 1)
-        given = Given(data.batch, data.constants, data.weights, data.num_examples, drawn, numbers)
-        key = kind, data.weights is None, self.gather.model is None, state.loc.dtype, state.loc.device
-        found = graphs.step(key, lambda *args: self.gather.unchecked(kind, *args), state, given, prior)
-        if found is None:
-            return None
-        step = state.step + moving
-        new = State(*found.lanes, step, state.failed, state.spec)
-        found.graph.made(new)
-        return new, Info(step, rows * moving, *found.told, state.failed, (), new, prior)
+    def _step(self, lanes: slang.State, rows: Tensor, prior: Prior, numbers: Numbers) -> tuple[slang.State, slang.Info]:
+        """Take the step of runs in lockstep, or of one alone."""
+        return self.update_lanes(
+            lanes,
+            DenseGradients.from_rows(rows),
+            num_data=numbers.weight * rows.shape[-2],
+            prior=prior,
+            lr=Rate(numbers.lr),
+            precision_lr=Rate(numbers.precision_lr),
+            momentum=numbers.momentum,
+            ages=numbers.steps,
+        )
+
+    def _one_by_one(
+        self,
+        lanes: slang.State,
+        rows: Tensor,
+        values: Tensor,
+        prior: Prior,
+        numbers: Numbers,
+        index: Tensor,
+        counts: Tensor,
+        fit: Tensor,
+    ) -> _Part:
+        """Take the steps one after the other, to find out which of them fail and why."""
+        failures, kept, told = list[Failure](), list[slang.State](), list[Told]()
+        rank = lanes.prec_factor.shape[-2]
+        for k in range(len(index)):
+            step = int(numbers.steps[k])
+            own = slang.State(*Tensors(*(x[k] for x in lanes.tensors)), step=step - 1, spec=lanes.spec)
+            try:
+                for row in values[k, :, : int(counts[k])]:
+                    checked_values(row, len(row))
+                mine = Numbers(*(x[k] for x in numbers))
+                new, info = self._step(own, rows[k], Prior(prior.precision[k], prior.mean[k]), mine)
+            except NumericalError as error:
+                failures.append(Failure(int(index[k]), step, str(error)))
+                nothing = fit.new_tensor(math.nan)
+                told.append(Told(nothing.expand(rank), nothing, nothing, nothing, nothing))
+                kept.append(own)
+            else:
+                told.append(Told(info.spectrum, info.total, info.residual, info.clipped, fit[k]))
+                kept.append(new)
+        tensors = Tensors(*(torch.stack(list(parts)) for parts in zip(*(each.tensors for each in kept), strict=True)))
+        joined = Told(*(torch.stack([x.double() for x in parts]) for parts in zip(*told, strict=True)))
+        return _Part(index, slang.State(*tensors, step=0, spec=lanes.spec), joined, failures, None)
 
     def _joined(
         self, state: State, parts: list[_Part], failures: tuple[Failure, ...], rows: Tensor
@@ -222,33 +269,22 @@ class Lockstep:
         failed = state.failed.index_fill(0, lost, True)
         step = torch.where(failed, state.step, state.step.index_add(0, moved, torch.ones_like(moved)))
         old = (state.loc, state.prec_factor, state.prec_diag, state.momentum)
-        lanes = Lanes(*(_put(x, [p.lanes[k] for p in parts], moved) for k, x in enumerate(old)))
-        new = State(lanes.loc, lanes.prec_factor, lanes.prec_diag, lanes.momentum, step, failed, state.spec)
+        lanes = Tensors(*(_put(x, [p.lanes.tensors[k] for p in parts], moved) for k, x in enumerate(old)))
+        new = State(*lanes, step=step, failed=failed, spec=state.spec)
         if len(parts) == 1 and len(moved) == len(step) and parts[0].precision is not None:
             new.__dict__["precision"] = parts[0].precision  # fills the cached property
         blank = state.loc.new_full((len(step),), torch.nan)
-        spectra = blank.unsqueeze(1).expand(-1, lanes.prec_factor.shape[1])
+        spectra = blank.unsqueeze(1).expand(-1, state.prec_factor.shape[1])
         blanks = Told(spectra, blank, blank, blank, blank.double())
         told = Told(*(_put(x, [p.told[k] for p in parts], moved) for k, x in enumerate(blanks)))
         rows = torch.where(step > state.step, rows, 0)
         return new, Info(step, rows, *told, failed, failures, new, self.prior_of(state))
 
 
-def _reasons(taken: Taken, values: Tensor, sizes: Tensor, steps: Tensor, spec: ParamSpec) -> dict[int, str]:
-    """Which replicas of a step failed, and why; a sum may overflow where no entry does."""
-    suspects = (~taken.fine).nonzero().squeeze(1).tolist()
-    found = {k: trouble(taken, values[k, :, : int(sizes[k])], k, int(steps[k]), spec) for k in suspects}
-    return {k: reason for k, reason in found.items() if reason}
-
-
 def _complaint(failures: Sequence[Failure]) -> str:
     first, others = failures[0], len(failures) - 1
     more = f" (and {others} more)" if others else ""
     return f"replica {first.replica}{more}: {first.reason}"
-
-
-def _picked(precision: LowRankPrecision, index: Tensor) -> LowRankPrecision:
-    return LowRankPrecision(*(pick(getattr(precision, item.name), index) for item in fields(precision)))
 
 
 def _put(old: Tensor, parts: list[Tensor], index: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slangvi import checks
 from slangvi.divergence import REACTIONS
 from slangvi.params import ParamSpec
 from slangvi.params.values import per_parameter
 from slangvi.schedules import Schedule
-from slangvi.settings import CheckedFields, Engine
+from slangvi.settings import CheckedFields
 
 __all__ = ["Rates", "ReplicaSettings", "listed", "numbers", "per_replica", "pick"]
 
@@ -125,20 +125,13 @@ class ReplicaSettings(CheckedFields):
         constants: any nesting of tensors (K, ...), of which each likelihood sees its own entry: a noise precision, say.
             Or a function that makes it from the steps the replicas are about to take, counted from 1, (K,) on the CPU:
             a noise that falls while a network learns.
-        model: the module behind `log_likelihood`, so that the factored engine can see its layers.
-        engine: "factored" (needs `model`) or "dense"; None takes factored when there is a model.
-        memory_limit: bytes the dense engine's rows may take; replicas beyond it wait for their turn, at least one is
-            advanced at a time.
+        memory_limit: bytes that rows may take; replicas beyond it wait for their turn, at least one is advanced at a
+            time.
         on_failure: a replica that meets NaN or Inf is left where it was, told in `info`, and the others go on
             ("freeze"); or the step raises `NumericalError` ("raise").
         on_divergence: what to do when the mean of a replica keeps going to and fro by more than a posterior standard
             deviation in a step, as with rates that are far too large: "warn", "raise" or "ignore".
-        compile: on a GPU in float32, replay the step of all replicas as one CUDA graph, tens of times as fast for small
-            networks. The first step of each shape of batch, and ever rarer ones at which gradients are checked, run
-            eagerly; where nothing can be captured a warning says why and all do. What `log_likelihood` reads besides
-            its arguments must stay where it is.
-        method: "slang", or "online_eig" for SLANG-OnlineEig, whose replicas are what `online_eig.build` makes of them;
-            beyond rank 5 that one has no graphs.
+        method: "slang", or "online_eig" for SLANG-OnlineEig, whose replicas are what `online_eig.build` makes of them.
     """
 
     num_replicas: int
@@ -154,12 +147,9 @@ class ReplicaSettings(CheckedFields):
     temperature: float | Sequence[float] = 1.0
     precision_warmup: bool = True
     constants: Any = None
-    model: nn.Module | None = None
-    engine: Engine | None = None
     memory_limit: int | None = None
     on_failure: str = "freeze"
     on_divergence: str = "warn"
-    compile: bool = False
     method: Literal["slang", "online_eig"] = "slang"
 
     def __post_init__(self) -> None:
@@ -169,11 +159,6 @@ class ReplicaSettings(CheckedFields):
         self._check("precision_warmup", checks.flag)
         self._check("on_failure", checks.choice, ("freeze", "raise"))
         self._check("on_divergence", checks.choice, REACTIONS)
-        self._check("compile", checks.flag)
         self._check("method", checks.choice, ("slang", "online_eig"))
-        if self.engine is not None:
-            self._check("engine", checks.choice, ("factored", "dense"))
-        if self.engine == "factored" and self.model is None:
-            raise ValueError('engine="factored" needs model=: pass the module whose layers log_likelihood calls.')
         if self.memory_limit is not None:
             self._check("memory_limit", checks.count, hint="It is a number of bytes.")

@@ -12,7 +12,6 @@ from slangvi.keywords import bind_settings, keywords_of
 from slangvi.methods import slang
 from slangvi.params import Params
 from slangvi.replicas._advance import Lockstep
-from slangvi.replicas._gather import LockstepGatherer
 from slangvi.replicas._settings import ReplicaSettings
 from slangvi.replicas.state import Info, State, init, posterior, replica, sample, stack
 
@@ -75,8 +74,7 @@ def build(log_likelihood: Callable[..., Tensor], **options: Any) -> Runs:
     def paired(params: Params, batch: Any, own: Any) -> Tensor:
         return log_likelihood(params, batch) if settings.constants is None else log_likelihood(params, batch, own)
 
-    model = None if settings.engine == "dense" else settings.model
-    lockstep = Lockstep(settings, LockstepGatherer(paired, settings.rank, model))
+    lockstep = Lockstep(settings, paired)
 
     def begin(params: Params | Sequence[Params], stacked: bool = False) -> State:
         state = init(params, settings.num_replicas, settings.rank, settings.init_precision, stacked)

@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_map
 
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.grads.dense import batch_size
 from slangvi.linalg import LowRankPrecision, factorize
-from slangvi.linalg.noise import fill_normal, standard_normal
+from slangvi.linalg.noise import standard_normal
 from slangvi.methods import slang
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import state_dtype
 from slangvi.priors import Prior
 from slangvi.replicas import _settings
+from slangvi.rows.dense import batch_size
 
 __all__ = [
     "Failure",
@@ -248,7 +248,7 @@ def noise(like: Tensor, sample_shape: Sequence[int], generators: Generators, ind
     chosen = generators if count == len(like) else [generators[k] for k in index.tolist()]  # type: ignore[union-attr]
     drawn = torch.empty(shape, dtype=like.dtype, device=devices.pop())
     for part, generator in zip(drawn.unbind(0), chosen, strict=True):
-        fill_normal(part, generator)
+        part.normal_(generator=generator)
     return drawn.to(like.device)
 
 

@@ -13,17 +13,19 @@ parameter whose rows differ is served by definition from then on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointError
 
 from slangvi.errors import UnsupportedModuleError
+from slangvi.rows.blocks import Block, Formed, add
 from slangvi.rows.layout import Layout, fitting_layouts, possible_layouts
 from slangvi.rows.nodes import (
     UnknownNodeError,
@@ -35,10 +37,10 @@ from slangvi.rows.nodes import (
     type_name,
     walk,
 )
-from slangvi.rows.pullback import PullBack, find_pull_back
-from slangvi.rows.rules import FormRows, Meeting, find_rule, keep_formed
+from slangvi.rows.pullback import View, find_views, pull_back_block, undo_views
+from slangvi.rows.rules import Meeting, find_rule
 
-__all__ = ["Plan", "Recording", "make_plan", "record"]
+__all__ = ["Plan", "Plans", "Recording", "make_plan", "record", "watch_outputs"]
 
 # Largest difference from the definition, relative to the largest entry of the rows, that counts as rounding where
 # something is computed in this dtype.
@@ -56,6 +58,8 @@ class Frontier:
         index: which input of the node it is.
         output: which output's gradient has the batch.
         layout: where the batch lies in it.
+        names: of the parameters behind it.
+        views: what undoes views between the node and its parameter; None where there is more than views.
         by_rule: whether the rule of the node's type is taken; else the node is run once for each chosen example.
     """
 
@@ -63,6 +67,8 @@ class Frontier:
     index: int
     output: int
     layout: Layout
+    names: tuple[str, ...]
+    views: tuple[View, ...] | None
     by_rule: bool = True
 
 
@@ -85,31 +91,79 @@ class Plan:
     by_definition: frozenset[str] = frozenset()
 
 
-@dataclass
+@dataclass(eq=False)
 class Recording:
-    """Rows of one backward pass, in the making.
+    """Rows of the backward passes through one call of a model, in the making.
 
     Args:
         params: name → parameter.
-        chosen: examples, (K,).
+        chosen: examples, (K,); None for all.
+        num_examples: M.
         plan: by which the graph is read; None for outputs that are not finite, of which there are no rows.
+        copy_data: returns a copy of data, which its owner may overwrite before the rows are used.
     """
 
     params: Mapping[str, Tensor]
-    chosen: Tensor
+    chosen: Tensor | None
+    num_examples: int
     plan: Plan | None
-    parts: dict[str, list[FormRows]] = field(default_factory=dict)
+    copy_data: Callable[[Tensor], Tensor] = torch.clone
+    # Number of a backward pass in autograd's engine → parameter name → what its nodes add.
+    passes: dict[int, dict[str, list[Block]]] = field(default_factory=dict)
+    # Activations that blocks are views of, and their versions.
+    kept: list[tuple[Tensor, int]] = field(default_factory=list)
     is_paused: bool = False  # while a hook goes back through the graph itself
     _handles: list[Any] = field(default_factory=list)
 
-    def rows(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the rows of one parameter, (K, *shape); zeros where the backward pass did not reach it."""
-        param = self.params[name]
-        total: Tensor | None = None
-        for form in self.parts.get(name, ()):
-            part = form().to(dtype or param.dtype)
-            total = part if total is None else total + part
-        return param.new_zeros(len(self.chosen), *param.shape, dtype=dtype) if total is None else total
+    @property
+    def num_rows(self) -> int:
+        """K."""
+        return self.num_examples if self.chosen is None else len(self.chosen)
+
+    def blocks(self, dtype: torch.dtype | None = None, of_passes: Sequence[int] | None = None) -> dict[str, Block]:
+        """Return the rows by parameter name; a parameter that was not reached is missing.
+
+        Args:
+            dtype: of the rows; None for that of each parameter.
+            of_passes: numbers of backward passes; None for all of them.
+        """
+        found: dict[str, list[Block]] = {}
+        for task, parts in self.passes.items():
+            if of_passes is None or task in of_passes:
+                for name, blocks in parts.items():
+                    found.setdefault(name, []).extend(blocks)
+        return {
+            name: add([block.to_dtype(dtype or self.params[name].dtype) for block in blocks])
+            for name, blocks in found.items()
+        }
+
+    def add_block(self, name: str, block: Block) -> None:
+        """Note rows of a parameter that the backward pass now running brought."""
+        task = torch._C._current_graph_task_id()
+        self.passes.setdefault(task, {}).setdefault(name, []).append(block)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that blocks may be views of: a copy of data, and activations as they are."""
+        own = tensor.detach()
+        # Views of parameters are copied as well: the mean, or the next draw, will be there before the step.
+        if tensor.is_leaf or own.untyped_storage().data_ptr() in self._own_memory:
+            return self.copy_data(own)
+        self.kept.append((own, own._version))
+        return own
+
+    @cached_property
+    def _own_memory(self) -> set[int]:
+        """Addresses of the parameters' memory."""
+        return {param.untyped_storage().data_ptr() for param in self.params.values()}
+
+    def check_unmodified(self) -> None:
+        """Raise if an activation that rows are made of was modified in place."""
+        for tensor, version in self.kept:
+            if tensor._version != version:
+                raise UnsupportedModuleError(
+                    f"an activation of shape {tuple(tensor.shape)} was modified in place after backward, and "
+                    "per-example gradients are made of it. Use the out-of-place operation, or modify a copy."
+                )
 
     def detach(self) -> None:
         """Take the hooks off the graph."""
@@ -118,11 +172,14 @@ class Recording:
         self._handles.clear()
 
 
-def signature_of(nodes: Sequence[Node], outputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the structure of a graph: types, shapes and edges of all nodes."""
+def signature_of(nodes: Sequence[Node], outputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """Return the structure of a graph: types, shapes and edges of all nodes, and which leaves are which parameters."""
     places = {node: k for k, node in enumerate(nodes)}
+    names = {id(param): name for name, param in params.items()}
     edges = (
-        (type_name(node), shapes_of(node), tuple((places.get(f, -1), n) for f, n in node.next_functions))  # type: ignore[arg-type]
+        names.get(id(leaf_of(node)))
+        if is_leaf(node)
+        else (type_name(node), shapes_of(node), tuple((places.get(f, -1), n) for f, n in node.next_functions))  # type: ignore[arg-type]
         for node in nodes
     )
     return (*(output.shape for output in outputs), *edges)
@@ -157,38 +214,30 @@ def make_plan(outputs: Sequence[Tensor], params: Mapping[str, Tensor], num_examp
         node: _common([fits.get(node) for fits, _ in seen], node, num_examples, node in with_data) for node in nodes
     }
     tolerance = max(TOLERANCE.get(dtype, 0.0) for node in nodes for dtype in dtypes_of(node))
-    plan = Plan(num_examples, layouts, tuple(_frontiers(nodes, found)), tolerance)
+    plan = Plan(num_examples, layouts, tuple(_frontiers(nodes, found, params)), tolerance)
     definition = {name: torch.stack([gradients[name] for _, gradients in seen]) for name in params}
-    largest = max(float(gradients.abs().max()) for gradients in definition.values())
+    largest = max((float(x.abs().max()) for x in definition.values() if x.numel()), default=0.0)
     chosen = torch.tensor(probes, device=outputs[0].device)
 
     def find_wrong() -> frozenset[str]:
-        recording = _listen(plan, nodes, params, chosen)
+        recording = Recording(params, chosen, num_examples, plan)
+        _listen(recording, nodes)
         try:
             _gradients(outputs, layouts, seeds, params)
         finally:
             recording.detach()
-        return frozenset(name for name in params if not _agrees(recording, name, definition[name], tolerance, largest))
+        blocks = recording.blocks()
+        return frozenset(name for name in params if not _agrees(blocks.get(name), definition[name], tolerance, largest))
 
-    wrong = find_wrong()
+    try:
+        wrong = find_wrong()
+    except CheckpointError:  # of a version of torch whose checkpoints cannot be read twice
+        return replace(plan, frontiers=(), by_definition=frozenset(params))
     if wrong:  # nodes are right where rules are not
-        plan = replace(plan, frontiers=_without_rules(plan.frontiers, nodes, [params[name] for name in wrong]))
+        frontiers = tuple(replace(f, by_rule=wrong.isdisjoint(f.names)) for f in plan.frontiers)
+        plan = replace(plan, frontiers=frontiers)
         wrong = find_wrong()
     return replace(plan, by_definition=wrong)
-
-
-def _without_rules(
-    frontiers: Sequence[Frontier], nodes: Sequence[Node], leaves: Sequence[Tensor]
-) -> tuple[Frontier, ...]:
-    """Return the frontiers with rules switched off for those that lead to some leaves."""
-    wrong = {id(leaf) for leaf in leaves}
-
-    def leads_there(frontier: Frontier) -> bool:
-        function = nodes[frontier.position].next_functions[frontier.index][0]
-        assert function is not None
-        return any(id(leaf_of(leaf)) in wrong for leaf in _leaves_behind(function))
-
-    return tuple(replace(frontier, by_rule=not leads_there(frontier)) for frontier in frontiers)
 
 
 def _seeds(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -290,8 +339,11 @@ def _nodes_with_data(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
-def _frontiers(nodes: Sequence[Node], found: Mapping[Node, dict[int, Layout]]) -> list[Frontier]:
+def _frontiers(
+    nodes: Sequence[Node], found: Mapping[Node, dict[int, Layout]], params: Mapping[str, Tensor]
+) -> list[Frontier]:
     """Return the inputs without a batch of nodes with one: parameters, or values made of them."""
+    name_of = {id(param): name for name, param in params.items()}
     frontiers = []
     for position, node in enumerate(nodes):
         if not found[node]:
@@ -299,75 +351,147 @@ def _frontiers(nodes: Sequence[Node], found: Mapping[Node, dict[int, Layout]]) -
         output, layout = next(iter(found[node].items()))
         for index, (function, place) in enumerate(node.next_functions):
             if function is not None and (is_leaf(function) or place not in found[function]):
-                frontiers.append(Frontier(position, index, output, layout))
+                leaves = {id(leaf_of(leaf)) for leaf in _leaves_behind(function)}
+                names = tuple(name for key, name in name_of.items() if key in leaves)
+                if names:
+                    views = find_views(function) if len(leaves) == 1 else None
+                    frontiers.append(Frontier(position, index, output, layout, names, views))
     return frontiers
 
 
-def _agrees(recording: Recording, name: str, definition: Tensor, tolerance: float, largest: float) -> bool:
+def _agrees(block: Block | None, definition: Tensor, tolerance: float, largest: float) -> bool:
     """Tell whether the rows of a parameter are those of the definition but for rounding.
 
     Args:
-        recording: of a pass.
-        name: of the parameter.
-        definition: its rows.
+        block: the rows; None for zeros.
+        definition: what they should be, (K, *shape).
         tolerance: relative to their largest entry.
         largest: entry of any parameter; what cancels in one has the rounding of others.
     """
-    try:
-        rows = recording.rows(name)
-    except UnknownNodeError:
-        return False
+    if not definition.numel():
+        return True
+    difference = definition if block is None else block.form().view_as(definition) - definition
     rounding = 100 * torch.finfo(definition.dtype).eps * largest
-    return float((rows - definition).abs().max()) <= tolerance * float(definition.abs().max()) + rounding
+    return float(difference.abs().max()) <= tolerance * float(definition.abs().max()) + rounding
 
 
 # ---- reading
 
 
 def record(
-    outputs: Sequence[Tensor], params: Mapping[str, Tensor], chosen: Tensor, plans: dict[Any, Plan], num_examples: int
+    outputs: Sequence[Tensor],
+    params: Mapping[str, Tensor],
+    chosen: Tensor | None,
+    plans: Plans,
+    num_examples: int,
+    copy_data: Callable[[Tensor], Tensor] = torch.clone,
 ) -> Recording:
-    """Listen to the backward pass that will go through some outputs, and return what its rows are made from.
+    """Listen to the backward passes that will go through some outputs, and return what their rows are made from.
 
     Args:
         outputs: of the model, just computed.
         params: name → parameter.
-        chosen: examples whose rows are wanted, (K,).
+        chosen: examples whose rows are wanted, (K,); None for all.
         plans: graphs that were seen before; a new one is added.
         num_examples: M.
+        copy_data: see `Recording`.
     """
     nodes = walk(outputs)
-    key = (num_examples, signature_of(nodes, outputs))
-    if key not in plans:
-        if not all(bool(torch.isfinite(output).all()) for output in outputs):
-            return Recording(params, chosen, None)  # nothing could be found out
-        while len(plans) >= MOST_PLANS:
-            plans.pop(next(iter(plans)))
-        plans[key] = make_plan(outputs, params, num_examples)
-    plan = plans[key]
-    recording = _listen(plan, nodes, params, chosen)
-    if plan.by_definition:
-        slow = {name: params[name] for name in sorted(plan.by_definition)}
-        for output, layout in zip(outputs, plan.output_layouts, strict=True):
-            if layout is not None:
-                hook = partial(_go_back_by_example, recording, output, layout, slow, num_examples)
-                recording._handles.append(output.register_hook(hook))
+    plan = plans.find(nodes, outputs, params, num_examples)
+    recording = Recording(params, chosen, num_examples, plan, copy_data)
+    if plan is None:
+        return recording
+    _listen(recording, nodes)
     return recording
 
 
-def _listen(plan: Plan, nodes: Sequence[Node], params: Mapping[str, Tensor], chosen: Tensor) -> Recording:
-    recording = Recording(params, chosen, plan)
-    names = {id(param): name for name, param in params.items() if name not in plan.by_definition}
+def watch_outputs(recording: Recording, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Listen to the gradients that reach outputs, for parameters whose rows are found by definition.
+
+    An output that another one was made from also gets the gradient of that one. Such outputs are handed on as copies,
+    which get their own alone.
+
+    Args:
+        recording: as `record` returned it.
+        outputs: as given to it.
+
+    Returns:
+        The outputs that the caller is to use.
+    """
+    plan, handed = recording.plan, list(outputs)
+    if plan is None or not plan.by_definition:
+        return handed
+    slow = {name: recording.params[name] for name in sorted(plan.by_definition)}
+    for k, (output, layout) in enumerate(zip(outputs, plan.output_layouts, strict=True)):
+        if layout is None:
+            continue
+        others = [x for j, x in enumerate(outputs) if j != k and plan.output_layouts[j] is not None]
+        if output.grad_fn in walk(others):
+            handed[k] = Alias.apply(output)  # type: ignore[no-untyped-call]
+        hook = partial(_go_back_by_example, recording, output, layout, slow)
+        recording._handles.append(handed[k].register_hook(hook))
+    return handed
+
+
+class Alias(torch.autograd.Function):
+    """The same tensor as another node of the graph, and no view: the caller may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Plans:
+    """Plans of the graphs that were seen, by their structure.
+
+    Args:
+        verify: make a plan again, and so compare rules with the definition, the 2nd, 4th, 8th, … time it is used.
+        by_definition: leave rules and nodes alone, and go back once for each example.
+    """
+
+    def __init__(self, verify: bool = True, by_definition: bool = False) -> None:
+        self.verify, self.by_definition = verify, by_definition
+        self.is_frozen = False  # while nothing may look at a number
+        self._known: dict[Any, tuple[Plan, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def latest(self) -> Plan:
+        """Return the plan that was made or used last."""
+        return next(reversed(self._known.values()))[0]
+
+    def find(
+        self, nodes: Sequence[Node], outputs: Sequence[Tensor], params: Mapping[str, Tensor], num_examples: int
+    ) -> Plan | None:
+        """Return the plan of a graph, made now if it is new or a check is due; None if outputs are not finite."""
+        key = (num_examples, signature_of(nodes, outputs, params))
+        plan, uses = self._known.pop(key, (None, 0))
+        due = plan is None or (self.verify and uses.bit_count() == 1 and not self.is_frozen)
+        if due and all(bool(torch.isfinite(output).all()) for output in outputs):
+            plan = make_plan(outputs, params, num_examples)
+            if self.by_definition:
+                plan = replace(plan, frontiers=(), by_definition=frozenset(params))
+        if plan is None:
+            return None
+        while len(self._known) >= MOST_PLANS:
+            self._known.pop(next(iter(self._known)))
+        self._known[key] = (plan, uses + 1)
+        return plan
+
+
+def _listen(recording: Recording, nodes: Sequence[Node]) -> None:
+    """Put hooks on the nodes at which the plan of a recording reads rows."""
+    plan = recording.plan
+    assert plan is not None
     for frontier in plan.frontiers:
-        node = nodes[frontier.position]
-        function, place = node.next_functions[frontier.index]
-        assert function is not None
-        behind = map(leaf_of, _leaves_behind(function))
-        leaves = {names[id(leaf)]: leaf for leaf in behind if id(leaf) in names}
-        if leaves:
-            hook = partial(_note, recording, plan, frontier, node, find_pull_back((function, place), leaves))
-            recording._handles.append(node.register_prehook(hook))
-    return recording
+        if not plan.by_definition.issuperset(frontier.names):
+            node = nodes[frontier.position]
+            recording._handles.append(node.register_prehook(partial(_note, recording, frontier, node)))
 
 
 def _leaves_behind(function: Node) -> list[Node]:
@@ -384,53 +508,51 @@ def _leaves_behind(function: Node) -> list[Node]:
     return found
 
 
-def _note(
-    recording: Recording,
-    plan: Plan,
-    frontier: Frontier,
-    node: Node,
-    pull_back: PullBack,
-    gradients: tuple[Tensor | None, ...],
-) -> None:
+def _note(recording: Recording, frontier: Frontier, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
     """Keep what the rows of one frontier are made from, when its node is about to run."""
     delta = gradients[frontier.output]
     if delta is None or recording.is_paused:
         return
     with torch.no_grad():
-        meeting = Meeting(node, frontier.index, delta.detach(), frontier.layout, recording.chosen, plan.num_examples)
-        try:
-            parts = pull_back(_form_by_rule(meeting) if frontier.by_rule else _form_by_node(meeting, gradients))
-        except UnknownNodeError:
-            parts = pull_back(_form_by_node(meeting, gradients))
-        for name, part in parts.items():
-            recording.parts.setdefault(name, []).append(part)
+        # A gradient that was written to in place may be a buffer of the caller's, who will write to it again.
+        own = delta.detach().clone() if delta._version and recording.chosen is None else delta.detach()
+        examples = (recording.chosen, recording.num_examples, recording.keep)
+        meeting = Meeting(node, frontier.index, own, frontier.layout, *examples)
+        block = _apply_rule(meeting) if frontier.by_rule else None
+        if block is None:
+            block = _run_by_example(meeting, gradients)
+        if frontier.views is not None:
+            recording.add_block(frontier.names[0], undo_views(frontier.views, block))
+            return
+        assert recording.plan is not None
+        names = [name for name in frontier.names if name not in recording.plan.by_definition]
+        edge, leaves = node.next_functions[frontier.index], [recording.params[name] for name in names]
+        for name, part in zip(names, pull_back_block(edge, leaves, block), strict=True):
+            if part is not None:
+                recording.add_block(name, part)
 
 
-def _form_by_rule(meeting: Meeting) -> FormRows:
+def _apply_rule(meeting: Meeting) -> Block | None:
+    """Return the rows that the rule of a node gives; None if there is no rule, or none that fits."""
     rule = find_rule(meeting.node)
-    form = None if rule is None else rule(meeting)
-    if form is None:
-        raise UnknownNodeError(f"no rule for {type_name(meeting.node)}")
-    return partial(_of_shape, meeting.shape, form)
+    try:
+        block = None if rule is None else rule(meeting)
+    except UnknownNodeError:
+        return None
+    count = meeting.num_examples if meeting.chosen is None else len(meeting.chosen)
+    fits = block is not None and (block.num_rows, block.num_params) == (count, meeting.shape.numel())
+    return block if fits else None
 
 
-def _of_shape(shape: torch.Size, form: FormRows) -> Tensor:
-    """Form the rows of a rule, and raise if they do not have the shape of its operand."""
-    rows = form()
-    if rows.shape[1:] != shape:
-        raise UnknownNodeError(f"rows have shape {tuple(rows.shape[1:])}, and {tuple(shape)} is wanted")
-    return rows
-
-
-def _form_by_node(meeting: Meeting, gradients: Sequence[Tensor | None]) -> FormRows:
+def _run_by_example(meeting: Meeting, gradients: Sequence[Tensor | None]) -> Block:
     """Run the node once for each chosen example, with the gradients of all others set to zero."""
     rows, shape = [], meeting.shape
-    for example in meeting.chosen.tolist():
+    for example in range(meeting.num_examples) if meeting.chosen is None else meeting.chosen.tolist():
         masked = [_masked(g, meeting, example) for g in gradients]
         row = run_node(meeting.node, masked, meeting.operand)
         # The engine would sum what was broadcast; a node that is run by hand leaves that to its caller.
         rows.append(meeting.delta.new_zeros(shape) if row is None else row.sum_to_size(shape))
-    return keep_formed(torch.stack(rows))
+    return Formed(torch.stack(rows).reshape(len(rows), -1))
 
 
 def _masked(gradient: Tensor | None, meeting: Meeting, example: int) -> Tensor | None:
@@ -444,19 +566,20 @@ def _masked(gradient: Tensor | None, meeting: Meeting, example: int) -> Tensor |
 
 
 def _go_back_by_example(
-    recording: Recording, output: Tensor, layout: Layout, params: Mapping[str, Tensor], num_examples: int, delta: Tensor
+    recording: Recording, output: Tensor, layout: Layout, params: Mapping[str, Tensor], delta: Tensor
 ) -> None:
     """Go back from one output once for each chosen example, for parameters that no rule serves."""
     if recording.is_paused:
         return
     rows: dict[str, list[Tensor]] = {name: [] for name in params}
+    count, chosen = recording.num_examples, recording.chosen
     recording.is_paused = True
     try:
-        for example in recording.chosen.tolist():
-            masked = layout.keep_only(delta.detach(), example, num_examples)
+        for example in range(count) if chosen is None else chosen.tolist():
+            masked = layout.keep_only(delta.detach(), example, count)
             for name, gradient in _gradients([output], [layout], [masked], params).items():
                 rows[name].append(gradient)
     finally:
         recording.is_paused = False
     for name, parts in rows.items():
-        recording.parts.setdefault(name, []).append(keep_formed(torch.stack(parts)))
+        recording.add_block(name, Formed(torch.stack(parts).reshape(len(parts), -1)))

@@ -21,8 +21,8 @@ class Layout(NamedTuple):
     dim: int
     outer: bool = True
 
-    def take(self, tensor: Tensor, chosen: Tensor, num_examples: int) -> Tensor:
-        """Return the chosen examples in front: (K, ...) with size t in place of M·t.
+    def take(self, tensor: Tensor, chosen: Tensor | None, num_examples: int) -> Tensor:
+        """Return the chosen examples in front: (K, ...) with size t in place of M·t; all of them, as a view, for None.
 
         Example:
             >>> tensor = torch.arange(6.0).view(6, 1)  # two examples of three entries
@@ -34,8 +34,8 @@ class Layout(NamedTuple):
         each = tensor.shape[self.dim] // num_examples
         sizes = (num_examples, each) if self.outer else (each, num_examples)
         batch = self.dim if self.outer else self.dim + 1
-        taken: Tensor = tensor.unflatten(self.dim, sizes).movedim(batch, 0).index_select(0, chosen)
-        return taken
+        taken: Tensor = tensor.unflatten(self.dim, sizes).movedim(batch, 0)
+        return taken if chosen is None else taken.index_select(0, chosen)
 
     def keep_only(self, tensor: Tensor, example: int, num_examples: int) -> Tensor:
         """Return a copy with zeros in place of all other examples."""

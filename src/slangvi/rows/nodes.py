@@ -7,11 +7,13 @@ and the caller takes a way that does not need it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from inspect import getclosurevars
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils import checkpoint
 
 __all__ = [
     "UnknownNodeError",
@@ -67,12 +69,29 @@ def operand_shape(node: Node, index: int) -> torch.Size:
 
 
 def saved(node: Node, name: str) -> Any:
-    """Return what a node saved under a name; tensors are detached."""
+    """Return what a node saved under a name; tensors are those of the graph."""
     try:
         value = getattr(node, f"_saved_{name}")
     except AttributeError:
         raise UnknownNodeError(f"{type_name(node)} has no {name}") from None
-    return value.detach() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        _put_back(getattr(node, f"_raw_saved_{name}", None), value)
+    return value
+
+
+def _put_back(raw: Any, value: Tensor) -> None:
+    """Let the node itself unpack what activation checkpointing hands out only once in a backward pass.
+
+    Args:
+        raw: torch's wrapper of a saved tensor.
+        value: what it has just handed out.
+    """
+    holder: Any = getattr(raw, "data", None)
+    if type(holder).__name__ != "_Holder":
+        return
+    task, frame = torch._C._current_graph_task_id(), getclosurevars(raw.unpack_hook).nonlocals["frame"]
+    holder.handles[task] = handle = checkpoint._Handle()
+    frame.recomputed[task][handle] = value
 
 
 def signed(number: int) -> int:

@@ -1,116 +1,120 @@
 """From rows of a value that is made of parameters alone to rows of these parameters.
 
-Views and casts are undone one by one, which costs nothing and can wait until rows are formed. Anything else is gone
-through at once by a batched backward pass over that part of the graph, which is freed soon after.
+Views and casts are undone one by one; rows that are kept as factors stay so. Anything else is gone through by a batched
+backward pass over that part of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from slangvi.rows.blocks import Block, Formed, Outer
 from slangvi.rows.nodes import (
     UnknownNodeError,
     dtypes_of,
     is_leaf,
-    operand_shape,
     pull_back,
     saved,
     shapes_of,
     signed,
     type_name,
 )
-from slangvi.rows.rules import FormRows, keep_formed
 
-__all__ = ["PullBack", "find_pull_back"]
+__all__ = ["View", "find_views", "pull_back_block", "undo_views"]
 
-# From what forms rows of a value to what forms rows of each parameter behind it.
-PullBack = Callable[[FormRows], dict[str, FormRows]]
+# From rows (K, *shape of a view) to rows (K, *shape of what it is a view of).
 Undo = Callable[[Tensor], Tensor]
 
 
-def find_pull_back(edge: tuple[Node, int], leaves: Mapping[str, Tensor]) -> PullBack:
-    """Return how rows of an edge become rows of the parameters behind it.
+class View(NamedTuple):
+    """A view that reorders the entries of a parameter.
 
     Args:
-        edge: a node, and which of its outputs.
-        leaves: name → parameter.
+        shape: of the view, without dimensions of size one.
+        undo: takes rows of the view to rows of what it is a view of.
     """
-    if len(leaves) == 1:
-        try:
-            steps = _undo_views(edge[0])
-        except UnknownNodeError:
-            steps = None
-        if steps is not None:
-            return partial(_later, next(iter(leaves)), steps)
-    return partial(_at_once, edge, leaves)
+
+    shape: torch.Size
+    undo: Undo
 
 
-def _later(name: str, steps: Sequence[Undo], form: FormRows) -> dict[str, FormRows]:
-    def formed() -> Tensor:
-        rows = form()
-        for step in steps:
-            rows = step(rows)
-        return rows
+def find_views(node: Node) -> tuple[View, ...] | None:
+    """Return the views that reorder entries between a node and a leaf; None if there is more than views and casts."""
+    views: list[View] = []
+    try:
+        while not is_leaf(node):
+            if type_name(node) not in _ORDERS or node.next_functions[0][0] is None:
+                return None
+            order = _ORDERS[type_name(node)](node)
+            view = None if order is None else _reordering(shapes_of(node)[0], order)
+            if view is not None:
+                views.append(view)
+            node = node.next_functions[0][0]
+    except UnknownNodeError:
+        return None
+    return tuple(views)
 
-    return {name: formed}
+
+def undo_views(views: Sequence[View], block: Block) -> Block:
+    """Return the rows of the parameter behind some views; of a matrix the only other order is that of its transpose."""
+    for shape, undo in views:
+        swapped = block.transposed() if len(shape) == 2 and isinstance(block, Outer) else None
+        block = swapped or Formed(undo(block.form().unflatten(1, shape)).flatten(1))
+    return block
 
 
-def _at_once(edge: tuple[Node, int], leaves: Mapping[str, Tensor], form: FormRows) -> dict[str, FormRows]:
+def pull_back_block(edge: tuple[Node | None, int], leaves: Sequence[Tensor], block: Block) -> list[Block | None]:
+    """Return the rows of each leaf behind an edge of the graph, by a batched backward pass from there."""
+    node, output = edge
+    assert node is not None
     with torch.enable_grad():
-        rows = form().to(dtypes_of(edge[0])[edge[1]])
+        rows = block.form().to(dtypes_of(node)[output])
+        rows = rows.reshape(len(rows), *shapes_of(node)[output])
         try:
-            found = pull_back(edge, rows, list(leaves.values()))
+            found = pull_back((node, output), rows, leaves)
         except RuntimeError:  # a node that vmap cannot follow
-            found = pull_back(edge, rows, list(leaves.values()), batched=False)
-    pairs = zip(leaves, found, strict=True)
-    return {name: keep_formed(part.detach()) for name, part in pairs if part is not None}
+            found = pull_back((node, output), rows, leaves, batched=False)
+    return [None if part is None else Formed(part.detach().reshape(len(part), -1)) for part in found]
 
 
-def _undo_views(node: Node) -> list[Undo] | None:
-    """Return the functions that take rows of a chain of views and casts to rows of the leaf; None for other chains."""
-    steps: list[Undo] = []
-    while not is_leaf(node):
-        if type_name(node) not in _UNDO or node.next_functions[0][0] is None:
-            return None
-        steps.append(_UNDO[type_name(node)](node))
-        node = node.next_functions[0][0]
-    return steps
+def _reordering(shape: torch.Size, order: Sequence[int]) -> View | None:
+    """Return the view whose dimension k was dimension order[k]; None if that leaves the order of entries as it is."""
+    wide = [k for k, size in enumerate(shape) if size != 1]
+    kept = [order[k] for k in wide]
+    if kept == sorted(kept):
+        return None
+    places = sorted(kept)
+    back = [0, *(kept.index(place) + 1 for place in places)]
+    return View(torch.Size(shape[k] for k in wide), lambda rows: rows.permute(back))
 
 
-def _transpose(node: Node) -> Undo:
+def _transpose(node: Node) -> list[int]:
+    order = list(range(len(shapes_of(node)[0])))
+    first, second = (signed(saved(node, key)) % len(order) for key in ("dim0", "dim1"))
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _permute(node: Node) -> list[int]:
     ndim = len(shapes_of(node)[0])
-    first, second = (signed(saved(node, key)) % ndim + 1 for key in ("dim0", "dim1"))
-    return lambda rows: rows.transpose(first, second)
+    return [signed(dim) % ndim for dim in saved(node, "dims")]
 
 
-def _permute(node: Node) -> Undo:
-    ndim = len(shapes_of(node)[0])
-    dims = [signed(dim) % ndim for dim in saved(node, "dims")]
-    back = [0, *(dims.index(k) + 1 for k in range(ndim))]
-    return lambda rows: rows.permute(back)
-
-
-def _reshape(node: Node) -> Undo:
-    shape = operand_shape(node, 0)
-    return lambda rows: rows.reshape(len(rows), *shape)
-
-
-_UNDO: dict[str, Callable[[Node], Undo]] = {
-    "TBackward0": lambda node: lambda rows: rows.mT,
+# From a node to the order of dimensions that its view has; None if entries stay in their order.
+_ORDERS: dict[str, Callable[[Node], list[int] | None]] = {
+    "TBackward0": lambda node: [1, 0] if len(shapes_of(node)[0]) == 2 else None,
     "TransposeBackward0": _transpose,
     "PermuteBackward0": _permute,
-    "ToCopyBackward0": lambda node: lambda rows: rows,
-    "CloneBackward0": lambda node: lambda rows: rows,
     **dict.fromkeys(
         (
-            *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"),
+            *("ToCopyBackward0", "CloneBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"),
             *("UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
         ),
-        _reshape,
+        lambda node: None,
     ),
 }

@@ -1,15 +1,14 @@
 """One rule for each type of node at which parameters meet data: gradients of the parameter for chosen examples.
 
-A rule returns a function that forms the rows of one operand of its node, (K, *shape of the operand). It keeps the
-chosen examples of the node's inputs and of the gradient of its output, and nothing else. `None` leaves the node to
-`rows.graph`, which runs it once for each chosen example.
-
-Index legend for einsum: k chosen examples, n positions, i inputs, o outputs, b blocks, g groups, l patches.
+A rule returns the rows of one operand of its node for the chosen examples, as a block with as many columns as the
+operand has entries: rows of small operands are formed at once, those of matrices and tables are kept as factors. `None`
+leaves the node to `rows.graph`, which runs it once for each chosen example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from slangvi.rows.blocks import Block, Formed, Outer, TableRows, Unopened
 from slangvi.rows.layout import Layout
-from slangvi.rows.nodes import operand_shape, saved, signed, type_name
+from slangvi.rows.nodes import UnknownNodeError, operand_shape, saved, signed, type_name
 
-__all__ = ["FormRows", "Meeting", "Rule", "find_rule", "keep_formed", "register_node_rule"]
-
-FormRows = Callable[[], Tensor]
+__all__ = ["Meeting", "Rule", "find_rule", "form_block", "register_rule"]
 
 
 class Meeting(NamedTuple):
@@ -33,16 +31,18 @@ class Meeting(NamedTuple):
         operand: which of its inputs is the parameter, or made of parameters alone.
         delta: gradient of the node's output.
         layout: where the batch lies in it.
-        chosen: examples whose rows are wanted, (K,).
+        chosen: examples whose rows are wanted, (K,); None for all of them, whose tensors are then not copied.
         num_examples: M.
+        keep: returns a tensor that rows may be views of; see `Recording.keep`.
     """
 
     node: Node
     operand: int
     delta: Tensor
     layout: Layout
-    chosen: Tensor
+    chosen: Tensor | None
     num_examples: int
+    keep: Callable[[Tensor], Tensor] = torch.clone
 
     @property
     def shape(self) -> torch.Size:
@@ -52,25 +52,66 @@ class Meeting(NamedTuple):
     def take(self, tensor: Tensor, dim: int | None = None) -> Tensor:
         """Return the chosen examples of a tensor whose batch lies as in delta, or likewise in another dimension."""
         layout = self.layout if dim is None else self.layout._replace(dim=dim)
-        return layout.take(tensor, self.chosen, self.num_examples)
+        if tensor.layout is not torch.strided:
+            raise UnknownNodeError(f"an operand has layout {tensor.layout}")
+        own = self.keep(tensor) if self.chosen is None else tensor.detach()
+        return layout.take(own, self.chosen, self.num_examples)
 
     def taken_delta(self) -> Tensor:
         """Return the chosen examples of delta, (K, ...)."""
-        return self.take(self.delta)
+        return self.layout.take(self.delta, self.chosen, self.num_examples)
 
 
-Rule = Callable[[Meeting], FormRows | None]
+Rule = Callable[[Meeting], Block | None]
 _RULES: dict[str, Rule] = {}
 
 
-def register_node_rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for node types by their names in autograd's graph, such as "AddmmBackward0"."""
+def register_rule(*kinds: str | type[torch.autograd.Function]) -> Callable[[Rule], Rule]:
+    """Register a rule for nodes of autograd's graph, by their names or by the custom functions that make them.
+
+    The rule gets a `Meeting` and returns the rows of its operand for the chosen examples, as a `Formed` block, (K, p)
+    for an operand of p entries, or an `Outer` one. It returns None for what it cannot handle; the node is then run once
+    for each chosen example. Rows of a rule are compared with the definition when a graph is first seen.
+
+    Args:
+        kinds: names of node types, such as "AddmmBackward0", or subclasses of `torch.autograd.Function`.
+
+    Example:
+        >>> class Scale(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x, gain):
+        ...         ctx.save_for_backward(x, gain)
+        ...         return x * gain
+        ...     @staticmethod
+        ...     def backward(ctx, delta):
+        ...         x, gain = ctx.saved_tensors
+        ...         return delta * gain, (delta * x).sum()
+        >>> @register_rule(Scale)
+        ... def scale(meeting):
+        ...     x, _ = meeting.node.saved_tensors
+        ...     return Formed((meeting.taken_delta() * meeting.take(x)).flatten(1).sum(1, keepdim=True))
+    """
+    names = [_name_of(kind) for kind in kinds or (None,)]
 
     def register(rule: Rule) -> Rule:
+        if not callable(rule):
+            raise TypeError(f"a rule must be a function of a meeting that returns its rows, got {rule!r}.")
         _RULES.update(dict.fromkeys(names, rule))
         return rule
 
     return register
+
+
+def _name_of(kind: Any) -> str:
+    """Return the name that nodes of a kind have in the graph."""
+    if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):
+        return f"{kind.__name__}Backward"
+    if isinstance(kind, str):
+        return kind
+    raise TypeError(
+        f"register_rule takes names of autograd's nodes or subclasses of torch.autograd.Function, got {kind!r}. Write "
+        '@register_rule("AddmmBackward0") or @register_rule(MyFunction) above the rule.'
+    )
 
 
 def find_rule(node: Node) -> Rule | None:
@@ -78,9 +119,9 @@ def find_rule(node: Node) -> Rule | None:
     return _RULES.get(type_name(node))
 
 
-def keep_formed(rows: Tensor) -> FormRows:
-    """Return a function that returns rows that are formed already."""
-    return lambda: rows
+def form_block(rows: Tensor) -> Formed:
+    """Return rows (K, ...) as a block."""
+    return Formed(rows.flatten(1) if rows.ndim > 1 else rows.unsqueeze(1))
 
 
 def sum_to_operand(rows: Tensor, shape: torch.Size) -> Tensor:
@@ -95,82 +136,89 @@ def sum_to_operand(rows: Tensor, shape: torch.Size) -> Tensor:
 # ---- matrix products
 
 
-@register_node_rule("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0")
-def matrix_product(meeting: Meeting) -> FormRows | None:
+@register_rule("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0")
+def matrix_product(meeting: Meeting) -> Block | None:
     """C = A B: rows of B are A_kᵀ δ_k, rows of A are δ_k B_kᵀ; of an added bias, δ_k summed."""
     node, name = meeting.node, type_name(meeting.node)
     added = name in ("AddmmBackward0", "BaddbmmBackward0")
     scale = saved(node, "alpha") if added else 1
     place = meeting.operand - added
     if place < 0:
-        weight, delta, shape = saved(node, "beta"), meeting.taken_delta(), meeting.shape
-        return lambda: sum_to_operand(delta, shape) * weight
+        weight, rows = saved(node, "beta"), sum_to_operand(meeting.taken_delta(), meeting.shape)
+        return form_block(rows if weight == 1 else rows * weight)
     left = {"AddmmBackward0": "mat1", "BaddbmmBackward0": "batch1"}.get(name, "self")
     right = "batch2" if name == "BaddbmmBackward0" else "mat2"
     rows_dim = meeting.delta.ndim - 2
     if place == 1 and meeting.layout.dim == rows_dim:  # B is the parameter, the batch lies among the rows of A
         x, delta = meeting.take(saved(node, left)), meeting.taken_delta()
-        return lambda: torch.einsum("k...ni,k...no->k...io", x, delta) * scale
-    if place == 0 and meeting.layout.dim == rows_dim + 1:  # A is the parameter, the batch lies among the columns of B
-        x, delta = meeting.take(saved(node, right)), meeting.taken_delta()
-        return lambda: torch.einsum("k...on,k...in->k...oi", delta, x) * scale
-    return None
+    elif place == 0 and meeting.layout.dim == rows_dim + 1:  # A is the parameter, the batch is in the columns of B
+        x, delta = meeting.taken_delta().mT, meeting.take(saved(node, right)).mT
+    else:
+        return None
+    if delta.ndim == 3:  # (K, n, o); products of several matrices have them in front of n
+        x, delta = x.unsqueeze(1), delta.unsqueeze(1)
+    return Outer(x if scale == 1 else x * scale, delta)
+
+
+@register_rule("MvBackward0")
+def matrix_vector_product(meeting: Meeting) -> Block | None:
+    """C = A b: rows of b are A_kᵀ δ_k."""
+    if meeting.operand != 1 or meeting.layout.dim != 0:
+        return None
+    x, delta = meeting.take(saved(meeting.node, "self")), meeting.taken_delta()
+    return Outer(x.unsqueeze(1), delta.unsqueeze(1).unsqueeze(-1))
 
 
 # ---- convolutions
 
 
-@register_node_rule("ConvolutionBackward0", "MkldnnConvolutionBackward0", "CudnnConvolutionBackward0")
-def convolution(meeting: Meeting) -> FormRows | None:
-    """Rows of the weight are convolutions of one example's input with its δ; of the bias, δ summed over positions."""
+@register_rule("ConvolutionBackward0", "MkldnnConvolutionBackward0", "CudnnConvolutionBackward0")
+def convolution(meeting: Meeting) -> Block | None:
+    """Rows of the weight are δ times patches of the input; of the bias, δ summed over positions."""
     if meeting.layout.dim != 0 or meeting.delta.shape[0] != meeting.num_examples:
         return None
     node, delta = meeting.node, meeting.taken_delta().squeeze(1)
     if meeting.operand == 2:
-        return lambda: delta.flatten(2).sum(2)
+        return Formed(delta.flatten(2).sum(2))
     if meeting.operand != 1:
         return None
     x, weight = meeting.take(saved(node, "input")).squeeze(1), saved(node, "weight")
     stride, padding, dilation = (tuple(saved(node, key)) for key in ("stride", "padding", "dilation"))
     transposed, groups, output_padding = (saved(node, key) for key in ("transposed", "groups", "output_padding"))
-
-    def form() -> Tensor:
-        if not transposed and weight.ndim <= 4:
-            return _unfolded(x, delta, weight.shape, stride, padding, dilation, groups)
-        sizes = stride, padding, dilation, transposed, output_padding, groups
-        back = torch.ops.aten.convolution_backward
-        each = [
-            back(delta[k : k + 1], x[k : k + 1], weight, None, *sizes, (False, True, False))[1] for k in range(len(x))
-        ]
-        return torch.stack(each)
-
-    return form
+    if not transposed:
+        kernel = tuple(weight.shape[2:])
+        patches = partial(take_patches, kernel=kernel, stride=stride, padding=padding, dilation=dilation, groups=groups)
+        return Unopened(delta.unflatten(1, (groups, -1)).flatten(3).mT, x, weight[0].numel(), patches)
+    sizes = stride, padding, dilation, transposed, output_padding, groups
+    back = torch.ops.aten.convolution_backward
+    each = [back(delta[k : k + 1], x[k : k + 1], weight, None, *sizes, (False, True, False))[1] for k in range(len(x))]
+    return form_block(torch.stack(each))
 
 
-def _unfolded(
+def take_patches(
     x: Tensor,
-    delta: Tensor,
-    shape: torch.Size,
+    kernel: tuple[int, ...],
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
     groups: int,
 ) -> Tensor:
-    """Rows of a convolution in one or two dimensions: δ times patches of the input."""
-    kernel = tuple(shape[2:])
-    if len(kernel) == 1:  # a height of one
-        x, delta, kernel = x.unsqueeze(2), delta.unsqueeze(2), (1, *kernel)
-        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
-    patches = F.unfold(x, kernel, dilation=dilation, padding=padding, stride=stride)
-    d, p = delta.flatten(2).unflatten(1, (groups, -1)), patches.unflatten(1, (groups, -1))
-    return torch.einsum("kgol,kgil->kgoi", d, p).reshape(len(x), *shape)
+    """Return what each output position of a convolution sees, (K, groups, positions, C/groups · kernel entries)."""
+    x = F.pad(x, [size for side in reversed(padding) for size in (side, side)])
+    for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(axis, (size - 1) * gap + 1, step)[..., ::gap]
+    x = x.unflatten(1, (groups, -1))
+    positions = range(3, 3 + len(kernel))
+    # The last line makes the only copy: patches are as many times larger than x as a kernel has entries.
+    ordered = x.permute(0, 1, *positions, 2, *(axis + len(positions) for axis in positions))
+    return ordered.flatten(2 + len(positions)).flatten(2, -2)
 
 
 # ---- tables
 
 
-@register_node_rule("EmbeddingBackward0")
-def embedding(meeting: Meeting) -> FormRows | None:
+@register_rule("EmbeddingBackward0")
+def embedding(meeting: Meeting) -> Block | None:
     """Rows of the table: δ of every position, added to the row that was looked up there."""
     node, shape = meeting.node, meeting.shape
     if saved(node, "scale_grad_by_freq") or meeting.layout.dim >= meeting.delta.ndim - 1:
@@ -178,37 +226,30 @@ def embedding(meeting: Meeting) -> FormRows | None:
     indices = meeting.take(saved(node, "indices")).flatten(1)
     delta = meeting.taken_delta().flatten(1, -2)
     padding = signed(saved(node, "padding_idx"))
-
-    def form() -> Tensor:
-        used = delta if padding < 0 else delta * (indices != padding).unsqueeze(-1)
-        empty = delta.new_zeros(len(delta), *shape)
-        return empty.scatter_add_(1, indices.unsqueeze(-1).expand_as(used), used)
-
-    return form
+    return TableRows(indices, delta if padding < 0 else delta * (indices != padding).unsqueeze(-1), shape[0])
 
 
 # ---- normalisation
 
 
-def _scale_and_shift(meeting: Meeting, normalised: Callable[[], Tensor], dims: tuple[int, ...]) -> FormRows | None:
-    """Rows of a gain, Σ δ ∘ x̂, and of an offset, Σ δ.
+def _scale_and_shift(meeting: Meeting, normalised: Callable[[], Tensor], dims: tuple[int, ...]) -> Formed | None:
+    """Return rows of a gain, Σ δ ∘ x̂, or of an offset, Σ δ.
 
     Args:
         meeting: whose operand 1 is the gain and operand 2 the offset.
         normalised: x̂ of the chosen examples, shaped like the chosen δ.
         dims: to sum over.
     """
-    delta, shape = meeting.taken_delta(), meeting.shape
+    delta = meeting.taken_delta()
     if meeting.operand == 2:
-        return lambda: delta.sum(dims).reshape(len(delta), *shape)
+        return form_block(delta.sum(dims))
     if meeting.operand == 1:
-        x = normalised()
-        return lambda: (delta * x).sum(dims).reshape(len(delta), *shape)
+        return form_block((delta * normalised()).sum(dims))
     return None
 
 
-@register_node_rule("NativeLayerNormBackward0")
-def layer_norm(meeting: Meeting) -> FormRows | None:
+@register_rule("NativeLayerNormBackward0")
+def layer_norm(meeting: Meeting) -> Block | None:
     """LayerNorm: mean and scale of every position were saved."""
     node, inner = meeting.node, len(meeting.shape)
     if meeting.layout.dim >= meeting.delta.ndim - inner:
@@ -221,8 +262,8 @@ def layer_norm(meeting: Meeting) -> FormRows | None:
     return _scale_and_shift(meeting, normalised, tuple(range(1, meeting.delta.ndim + 1 - inner)))
 
 
-@register_node_rule("NativeGroupNormBackward0")
-def group_norm(meeting: Meeting) -> FormRows | None:
+@register_rule("NativeGroupNormBackward0")
+def group_norm(meeting: Meeting) -> Block | None:
     """GroupNorm: mean and scale of every example and group were saved."""
     if meeting.layout.dim != 0 or meeting.delta.shape[0] != meeting.num_examples:
         return None
@@ -238,8 +279,8 @@ def group_norm(meeting: Meeting) -> FormRows | None:
     return _scale_and_shift(meeting, normalised, (1, *range(3, meeting.delta.ndim + 1)))
 
 
-@register_node_rule("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
-def batch_norm(meeting: Meeting) -> FormRows | None:
+@register_rule("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
+def batch_norm(meeting: Meeting) -> Block | None:
     """BatchNorm in eval mode: mean and variance are those of the module."""
     node = meeting.node
     if saved(node, "training") or meeting.layout.dim != 0 or meeting.delta.shape[0] != meeting.num_examples:
@@ -258,35 +299,37 @@ def batch_norm(meeting: Meeting) -> FormRows | None:
 # ---- elementwise
 
 
-def _elementwise(meeting: Meeting, factor: Any) -> FormRows:
-    """Rows of an operand whose gradient is δ times something of δ's shape, or a number."""
-    delta, shape = meeting.taken_delta(), meeting.shape
+def _elementwise(meeting: Meeting, factor: Any) -> Formed:
+    """Return rows of an operand whose gradient is δ times something of δ's shape, or a number."""
+    delta = meeting.taken_delta()
     if isinstance(factor, Tensor):
         spread = factor.expand(meeting.delta.shape) if factor.shape != meeting.delta.shape else factor
-        factor = meeting.take(spread)
-    return lambda: sum_to_operand(delta * factor, shape)
+        delta = delta * meeting.layout.take(spread, meeting.chosen, meeting.num_examples)
+    elif factor != 1:
+        delta = delta * factor
+    return form_block(sum_to_operand(delta, meeting.shape))
 
 
-@register_node_rule("AddBackward0", "SubBackward0")
-def addition(meeting: Meeting) -> FormRows:
+@register_rule("AddBackward0", "SubBackward0")
+def addition(meeting: Meeting) -> Block:
     """A ± αB: rows are δ, or ±αδ."""
     sign = -1 if type_name(meeting.node) == "SubBackward0" else 1
     return _elementwise(meeting, sign * saved(meeting.node, "alpha") if meeting.operand == 1 else 1)
 
 
-@register_node_rule("MulBackward0")
-def multiplication(meeting: Meeting) -> FormRows:
+@register_rule("MulBackward0")
+def multiplication(meeting: Meeting) -> Block:
     """A ∘ B: rows are δ times the other operand."""
     return _elementwise(meeting, saved(meeting.node, "self" if meeting.operand == 1 else "other"))
 
 
-@register_node_rule("ExpandBackward0")
-def expansion(meeting: Meeting) -> FormRows:
+@register_rule("ExpandBackward0")
+def expansion(meeting: Meeting) -> Block:
     """A value repeated along the batch: rows are δ, summed over all else that it was repeated along."""
     return _elementwise(meeting, 1)
 
 
-@register_node_rule("PreluKernelBackward0")
-def prelu(meeting: Meeting) -> FormRows | None:
+@register_rule("PreluKernelBackward0")
+def prelu(meeting: Meeting) -> Block | None:
     """max(x, 0) + w min(x, 0): rows of w are δ min(x, 0)."""
     return _elementwise(meeting, saved(meeting.node, "self").clamp_max(0)) if meeting.operand == 1 else None

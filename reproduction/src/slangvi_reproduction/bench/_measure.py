@@ -15,7 +15,7 @@ import torch
 from slangvi.live_bytes import LiveBytes
 from slangvi_reproduction.bench.record import Row, Settings
 
-__all__ = ["BASELINE", "FLOOR", "Contender", "Step", "compare", "measure"]
+__all__ = ["BASELINE", "FLOOR", "Contender", "Step", "compare", "failure_message", "measure"]
 
 Step = Callable[[], object]
 BASELINE = "adam"  # what ratios are relative to
@@ -33,7 +33,8 @@ class Contender:
         name: of the row.
         make: builds model, state and inputs, and returns the step.
         settings: of the row.
-        peer: somebody else's code, which may fail in any way; the row then says how.
+        peer: somebody else's code, or ours where others are still to be measured: it may fail in any way, and the row
+            says how.
         note: what a step is, where that needs saying.
         warmup: steps before the clock starts; more where the first steps are not like the rest.
     """
@@ -68,7 +69,9 @@ def measure(contenders: Sequence[Contender], settings: Settings, together: bool 
                 steps[index] = _warm(contender.make(), contender.warmup)
                 rows.append(replace(row, peak_mb=peak / 1e6))
             except Exception as error:
-                rows.append(replace(row, skipped=_excuse(error, contender)))
+                if not contender.peer and not isinstance(error, (ModuleNotFoundError, torch.OutOfMemoryError)):
+                    raise
+                rows.append(replace(row, skipped=failure_message(error)))
         for index, seconds in median_seconds(steps, settings).items():
             rows[index] = replace(rows[index], milliseconds=1e3 * seconds)
     return rows
@@ -89,15 +92,13 @@ def compare(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _excuse(error: Exception, contender: Contender) -> str:
-    """Why a row is empty; an error of our own is no excuse."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed (make bench installs it)"
+def failure_message(error: Exception) -> str:
+    """Return one line that says why nothing was measured."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"{error.name} is not installed (see reproduction/README.md)"
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    if contender.peer:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    raise error
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _warm(step: Step, count: int = WARMUP) -> Step:

@@ -49,7 +49,7 @@ def _dots(axes: Any, rows: Sequence[Row]) -> None:
 
 def _shown(row: Row) -> list[tuple[str, str]]:
     """What tells rows apart besides the name."""
-    texts = {"L": "L = {}", "network": "{}"}
+    texts = {"L": "L = {}", "K": "K = {}", "network": "{}"}
     return [(key, texts[key].format(value)) for key, value in row.settings.items() if key in texts]
 
 

@@ -48,6 +48,8 @@ class Row:
         met: whether it reached all of it; None where nothing was asked.
         note: what was timed, where that needs saying.
         skipped: why nothing was measured.
+        loss: of the last step, where the benchmark looks at it.
+        bound_mb: most that peak_mb may be, where there is such a bound.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Row:
     met: bool | None = None
     note: str = ""
     skipped: str = ""
+    loss: float | None = None
+    bound_mb: float | None = None
 
 
 # Words that many names of devices have, and that tell none apart.
@@ -116,6 +120,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         "ms": lambda row: text(row.milliseconds),
         "× Adam": lambda row: text(row.ratio),
         "peak MB": lambda row: text(row.peak_mb),
+        "bound MB": lambda row: text(row.bound_mb),
         "extra MB": lambda row: text(row.extra_mb),
         "share of the limit": lambda row: "" if row.share is None else f"{100 * row.share:.1f} %",
         "target": lambda row: row.target,
@@ -140,9 +145,16 @@ def text(value: float | str | None) -> str:
 
 
 def left_out(rows: Sequence[Row]) -> list[str]:
-    """A line for each reason why rows were skipped."""
+    """Return a line for each reason why rows were skipped, with the settings if others of the name were measured."""
+    measured = {row.name for row in rows if not row.skipped}
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.skipped:
-            reasons.setdefault(row.skipped, []).append(row.name)
+            reasons.setdefault(row.skipped, []).append(_described(row) if row.name in measured else row.name)
     return [f"Not measured: {', '.join(dict.fromkeys(names))} ({reason})." for reason, names in reasons.items()]
+
+
+def _described(row: Row) -> str:
+    options = (f"{key}={row.settings[key]}" for key in ("L", "K") if key in row.settings)
+    place = f" on {row.settings['network']}" if "network" in row.settings else ""
+    return " ".join((row.name, *options)) + place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -88,16 +88,14 @@ def rows(settings: Settings, rates: Rates) -> list[Row]:
 
 
 def contenders(setting: Setting, device: str) -> list[Contender]:
-    """Plain passes and Adam, then SLANG by either engine, one by one and in lockstep."""
+    """Plain passes and Adam, then SLANG one by one, by either engine, and in lockstep."""
     found = [Contender(FLOOR, partial(_plain, setting, False)), Contender(BASELINE, partial(_plain, setting, True))]
-    for name, make in ((ALONE, _alone), (LOCKSTEP, _lockstep)):
-        found.append(Contender(name, partial(make, setting, engine="factored")))
-        found.append(Contender(f"{name}, dense", partial(make, setting, engine="dense")))
+    found.append(Contender(ALONE, partial(_alone, setting, engine="factored")))
+    found.append(Contender(f"{ALONE}, dense", partial(_alone, setting, engine="dense")))
+    found.append(Contender(LOCKSTEP, partial(_lockstep, setting)))
     if device == "cuda":  # pragma: no cover
         found.append(Contender(f"{ALONE}, compiled", partial(_alone, setting, engine="factored", compile=True)))
-        found.append(Contender(f"{LOCKSTEP}, one generator", partial(_lockstep, setting, engine="factored", one=True)))
-        replayed = partial(_lockstep, setting, engine="factored", one=True, compile=True)
-        found.append(Contender(f"{LOCKSTEP}, one generator, compiled", replayed))
+        found.append(Contender(f"{LOCKSTEP}, one generator", partial(_lockstep, setting, one=True)))
     return found
 
 
@@ -132,10 +130,9 @@ def _alone(setting: Setting, engine: str, **options: Any) -> Step:
     return step
 
 
-def _lockstep(setting: Setting, engine: str, one: bool = False, **options: Any) -> Step:
+def _lockstep(setting: Setting, one: bool = False) -> Step:
     likelihood, count = Gaussian().of(setting.model), setting.work.count
-    build: Callable[..., replicas.Runs] = replicas.build
-    runs = build(likelihood, num_replicas=count, model=setting.model, engine=engine, **setting.options, **options)
+    runs = replicas.build(likelihood, num_replicas=count, **setting.options)
     state = [runs.init(setting.params)]
     streams = replicas.streams(range(1 if one else count), setting.x.device)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
-from slangvi_reproduction.bench import BENCHES, plots, step
+from slangvi_reproduction.bench import BENCHES, load_bench, plots, step
 from slangvi_reproduction.bench.limits import bytes_of, operations_of
 from slangvi_reproduction.bench.own import COMPILED, FUNCTIONAL
 from slangvi_reproduction.bench.record import Record, left_out, load, table
@@ -69,7 +68,7 @@ def page(records: Sequence[Record]) -> str:
     """The text of the page."""
     parts = [HEAD]
     for name in BENCHES:
-        module = import_module(f"slangvi_reproduction.bench.{name}")
+        module = load_bench(name)
         parts.append(f"## {module.TITLE}\n\n{module.ABOUT}")
         mine = [record for record in records if record.bench == name]
         parts += [_section(record) for record in mine] or [f"Not measured yet: `slangvi bench {name}`.\n"]
@@ -83,7 +82,7 @@ def _image(record: Record) -> str:
 
 def _section(record: Record) -> str:
     """One record: where it was measured, picture, table, and what there is to say."""
-    said = [*import_module(f"slangvi_reproduction.bench.{record.bench}").notes(record.rows), *left_out(record.rows)]
+    said = [*load_bench(record.bench).notes(record.rows), *left_out(record.rows)]
     picture = f"```{{image}} images/{_image(record)}\n:alt: The table below as a picture.\n```\n"
     parts = [f"### {_device(record)}\n", _environment(record), picture, _markdown(*table(record.rows))]
     return "\n".join([*parts, *(f"- {line}" for line in said), *([""] if said else [])])

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from slangvi.environment import environment, versions
+from slangvi_reproduction.bench import load_bench
 from slangvi_reproduction.bench._measure import Step, median_seconds
 from slangvi_reproduction.bench.limits import Rates
 from slangvi_reproduction.bench.record import Record, Settings
 
 __all__ = ["environment_of", "measure_rates", "run"]
 
-PEERS = ("ivon-opt", "pyro-ppl", "laplace-torch")
+PEERS = ("ivon-opt", "evon", "pyro-ppl", "laplace-torch", "torchvision", "transformers")
 
 
 def run(name: str, settings: Settings) -> Record:
@@ -23,7 +23,7 @@ def run(name: str, settings: Settings) -> Record:
     start = time.perf_counter()
     settings.say("rates of the machine")
     rates = measure_rates(settings)
-    rows = import_module(f"slangvi_reproduction.bench.{name}").rows(settings, rates)
+    rows = load_bench(name).rows(settings, rates)
     return Record(name, environment_of(name, settings, time.perf_counter() - start), rates, rows)
 
 

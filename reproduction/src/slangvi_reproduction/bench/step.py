@@ -12,7 +12,20 @@ from slangvi_reproduction.bench.limits import Rates, Shape, least_seconds
 from slangvi_reproduction.bench.networks import mlp, vectors
 from slangvi_reproduction.bench.record import Row, Settings
 
-__all__ = ["ABOUT", "FULL", "QUICK", "REPEATS", "TITLE", "Goal", "Work", "goals", "notes", "rows", "with_goals"]
+__all__ = [
+    "ABOUT",
+    "FULL",
+    "QUICK",
+    "REPEATS",
+    "TITLE",
+    "Goal",
+    "Work",
+    "goals",
+    "judge",
+    "notes",
+    "rows",
+    "with_goals",
+]
 
 TITLE = "One step of a small network"
 ABOUT = """\
@@ -104,9 +117,10 @@ def goals(row: Row, device: str, ivon: float | None) -> list[Goal]:
 def with_goals(rows: Sequence[Row], device: str) -> list[Row]:
     """Targets written beside the rows, and whether all of a row's are met."""
     ivon = next((row.milliseconds for row in rows if row.name == "ivon"), None)
-    judged = []
-    for row in rows:
-        asked = goals(row, device, ivon)
-        target = ", ".join(f"{'✓' if goal.met else '✗'} {goal.text}" for goal in asked)
-        judged.append(replace(row, target=target, met=all(goal.met for goal in asked) if asked else None))
-    return judged
+    return [judge(row, goals(row, device, ivon)) for row in rows]
+
+
+def judge(row: Row, goals: Sequence[Goal]) -> Row:
+    """Write the goals beside a row, and whether all of them are met."""
+    target = ", ".join(f"{'✓' if goal.met else '✗'} {goal.text}" for goal in goals)
+    return replace(row, target=target, met=all(goal.met for goal in goals) if goals else None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from slangvi.cli.common import check_new, guarded
-from slangvi_reproduction.bench import BENCHES
+from slangvi_reproduction.bench import BENCHES, load_bench
 
 __all__ = ["bench"]
 
@@ -54,8 +54,6 @@ def report(results: Path, docs: Path) -> None:
 
 
 def _measure(name: str, device: str, quick: bool, repeats: int | None, out: Path | None) -> None:
-    from importlib import import_module
-
     import torch
     from rich.console import Console
 
@@ -71,7 +69,7 @@ def _measure(name: str, device: str, quick: bool, repeats: int | None, out: Path
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)  # a table cut to 80 columns cannot be read in a log
-    times = repeats or import_module(f"slangvi_reproduction.bench.{name}").REPEATS
+    times = repeats or load_bench(name).REPEATS
     record = run(name, Settings(device, quick, times, lambda line: console.print(f"{line} …", highlight=False)))
     _show(console, record)
     path = out or (None if quick else RESULTS / f"{name}-{record.label}.json")
@@ -82,8 +80,6 @@ def _measure(name: str, device: str, quick: bool, repeats: int | None, out: Path
 
 def _show(console: object, record: object) -> None:
     """The table, and below it what there is to say."""
-    from importlib import import_module
-
     from rich.console import Console
     from rich.table import Table
 
@@ -97,7 +93,6 @@ def _show(console: object, record: object) -> None:
     for line in lines:
         grid.add_row(*line)
     console.print(grid)
-    module = import_module(f"slangvi_reproduction.bench.{record.bench}")
-    for line in [*module.notes(record.rows), *left_out(record.rows)]:
+    for line in [*load_bench(record.bench).notes(record.rows), *left_out(record.rows)]:
         console.print(line, highlight=False)
     console.print(f"{about['seconds']:.0f} s", highlight=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slangvi import bbb, mc_dropout
 from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.methods.graph_capture import aside, capture_graph
+from slangvi.methods.compiled.capture import aside, capture_graph
 from slangvi.params import ParamSpec
 from slangvi_reproduction.experiments._cells import Arrays
 from slangvi_reproduction.experiments._task import Task
@@ -62,7 +62,7 @@ class ByAdam:
             self.warm = True
             return
         if self.graph is None:
-            self.graph = capture_graph(self.advance, torch.cuda.graph_pool_handle(), self.task.device)
+            self.graph = capture_graph(self.advance, self.task.device)
         self.graph.replay()
 
     def chance(self) -> list[Tensor]:

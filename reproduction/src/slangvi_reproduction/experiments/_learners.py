@@ -69,8 +69,6 @@ class LowRank:
             init_precision=task.init_precision,
             temperature=task.temperature,
             constants=task.noise,
-            model=task.model,
-            compile=task.device.type == "cuda",
             method=method,
             on_divergence="ignore",  # a search is to try what does not work, too
         )

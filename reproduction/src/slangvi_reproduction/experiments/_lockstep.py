@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slangvi.grads.linear_predictor import LinearPredictorGradients
 from slangvi.priors import Prior
+from slangvi.rows.linear_predictor import LinearPredictorGradients
 from slangvi.schedules import Rate, inverse_time
 from slangvi_reproduction.experiments._cells import Arrays, Attempt
 from slangvi_reproduction.experiments._logistic import Gaussian, Problem, negative_elbo_per_example, symmetric_kl

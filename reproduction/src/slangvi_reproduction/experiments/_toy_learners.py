@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slangvi import bbb, full
-from slangvi.grads.dense import DenseGradients
+from slangvi.rows.dense import DenseGradients
 from slangvi.schedules import Rate, warmed_up
 from slangvi_reproduction.experiments._adam_learners import Reparameterised
 from slangvi_reproduction.experiments._cells import Arrays

@@ -1,0 +1,254 @@
+"""One step of SLANG on tensors without values, made of the parts that the optimizer and `slang.build` are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from slangvi.divergence import step_length
+from slangvi.errors import UnsupportedModuleError
+from slangvi.linalg import products
+from slangvi.memory.fake import FakeMemory, fake_memory
+from slangvi.methods import slang
+from slangvi.methods import step as steps
+from slangvi.methods.gather import RowGatherer, dense_gatherer
+from slangvi.out_of_memory import tensors_in
+from slangvi.params import Params, ParamSpec
+from slangvi.params.values import per_parameter
+from slangvi.priors import Prior
+from slangvi.rows import FactoredGradients, Formed, GradientRecorder, Plan, Plans, RowGroup, make_plan
+from slangvi.rows.nodes import walk
+from slangvi.rows.operator import GradientOperator
+from slangvi.rows.recorder import check_sums
+from slangvi.schedules import Rate
+from slangvi.settings import CompiledOptimizerSettings, CompiledSettings
+
+__all__ = ["CHECK", "FakePlans", "FakeRun", "Loss"]
+
+# (output, target) → one number, or one for each example.
+Loss = Callable[[Any, Any], Tensor]
+Settings = CompiledOptimizerSettings | CompiledSettings
+# Phases of a step, and the parts for which their allocations count unless they are labelled otherwise.
+DRAW = ("a draw of the weights", "draws")
+PASS = ("forward and backward", "activations")
+COLLECT = ("collecting per-example gradients", "captured")
+CHECK = ("a check of per-example gradients", "rows")
+FORM = ("the update", "rows")
+UPDATE = ("the update", "temporaries")
+# Examples whose number, a prime, is no other dimension of a model.
+MANY = 10_007
+# Slices of a long vector that are gone through; their temporaries are that much smaller than the vector.
+MOST_SLICES = 64
+
+
+class FakeRun:
+    """A fake copy of a model and of a batch, with one step on them.
+
+    Args:
+        memory: counts what they take.
+        model: the module itself.
+        batch: see `slangvi.estimate_memory`.
+        loss: likewise.
+        settings: of the optimizer, or of the functional interface.
+    """
+
+    def __init__(self, memory: FakeMemory, model: nn.Module, batch: Any, loss: Loss | None, settings: Settings) -> None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = torch.device("cpu") if device.type == "meta" else device
+        self.memory, self.loss, self.settings = memory, loss, settings
+        self.model = memory.copy(model, [*model.parameters(), *model.buffers()], "parameters", self.device)
+        batch = memory.copy(batch, tree_leaves(batch), "data", self.device)
+        self.inputs, *rest = (batch or [None]) if isinstance(batch, tuple | list) else (batch, None)
+        self.target = rest[0] if len(rest) == 1 else tuple(rest)
+        self.num_examples = _num_examples(self.inputs)
+        self.spec = ParamSpec.of_module(self.model)
+        self.params = {name: self.model.get_parameter(name) for name in self.spec.names}
+
+    def take_step(self, plans: Plans) -> int:
+        """Take one step, and return the bytes that stay when it is done."""
+        memory, is_optimizer = self.memory, isinstance(self.settings, CompiledOptimizerSettings)
+        state = replace(slang.init(self.params, self.settings.rank), spec=self.spec)
+        memory.label([state.prec_factor], "factor")
+        prior = Prior(*(per_parameter(name, 1.0, self.spec, state.loc) for name in ("prior_precision", "prior_mean")))
+        gather = self._gather_by_optimizer if is_optimizer else self._gather_by_function
+        kept, gradients = gather(state, plans)
+        with torch.autocast(self.device.type, enabled=False), torch.no_grad():
+            with memory.phase(*UPDATE, condition=False), _few_slices(self.spec.num_params, state.prec_factor.shape[0]):
+                # No iteration converges; the mean before the step is kept, as every few steps, to measure its length.
+                before = replace(state, loc=state.loc.clone()) if is_optimizer else state
+                new, info = slang.update(state, gradients, num_data=1, prior=prior, lr=Rate(0.1), in_place=is_optimizer)
+                step_length(before, new, prior, 0.1, 0.9)
+            with memory.phase(*FORM):  # rows that are kept for both passes over the segments; others are temporaries
+                for _, rows in gradients.segments():
+                    memory.label(tensors_in(getattr(rows, "parts", vars(rows))), "rows", of=UPDATE[1])
+        memory.label([] if is_optimizer else new.tensors, "next_state")
+        del kept, gradients, rows, state, before
+        assert info.step  # the new state stays, and what is known about the step
+        return memory.live
+
+    def _gather_by_optimizer(self, state: slang.State, plans: Plans) -> tuple[Any, GradientOperator]:
+        """Return the rows of a pass for each draw, and what they are made from, which the optimizer keeps."""
+        memory, settings, groups = self.memory, self.settings, list[RowGroup]()
+        chosen = settings.curvature_rows
+        recorder = GradientRecorder(self.model, self.spec, state.loc.dtype, verify=False, curvature_rows=chosen)
+        recorder.plans = plans
+        for _ in range(settings.mc_samples):
+            with memory.phase(*DRAW), torch.autocast(self.device.type, enabled=False), torch.no_grad():
+                state.precision.sample((), None, state.loc)
+            with memory.phase(*PASS), recorder.recording():
+                self.model.zero_grad()
+                self.losses().mean().backward()
+            memory.label((p.grad for p in self.params.values()), "gradients")
+            with memory.phase(*COLLECT):
+                groups += recorder.collect()
+            self._label_kept(groups[-1])
+            if settings.verify and groups[-1].num_chosen is None:
+                with memory.phase(*CHECK):
+                    check_sums(groups[-1].blocks, groups[-1].totals, math.inf)
+        recorder.close()
+        with memory.phase(*FORM):  # rows of several draws are put together
+            return groups, FactoredGradients(self.spec, groups, settings.rank, state.loc, settings.routes_within_limit)
+
+    def _gather_by_function(self, state: slang.State, plans: Plans) -> tuple[Any, GradientOperator]:
+        """Return the rows at all draws, and the draws."""
+        settings = self.settings
+        assert isinstance(settings, CompiledSettings)
+
+        def log_likelihood(params: Params, batch: Any) -> Tensor:
+            return -self.losses(params, batch)
+
+        with self.memory.phase(*DRAW):
+            thetas = state.precision.sample((settings.mc_samples,), None, state.loc)
+        gather = dense_gatherer(log_likelihood, settings.memory_limit)
+        if settings.reads_graph:
+            gather = rows = RowGatherer(log_likelihood, settings, settings.rank)
+            rows.plans = plans
+        with self.memory.phase(*PASS):
+            gradients, _ = gather(self.spec, thetas, (self.inputs, self.target), None)
+        self._label_kept(RowGroup(0, getattr(gradients, "blocks", {}), {}))
+        return thetas, gradients
+
+    def _label_kept(self, group: RowGroup) -> None:
+        """Label what is kept of a pass until the update."""
+        formed = [block for block in group.blocks.values() if isinstance(block, Formed)]
+        factors = [block for block in group.blocks.values() if not isinstance(block, Formed)]
+        self.memory.label(tensors_in(formed), "rows")
+        self.memory.label(tensors_in([factors, group.totals]), "captured")
+
+    def outputs(self, params: Params | None, inputs: Any) -> Any:
+        """Call the model, at other parameters than its own if they are given."""
+        args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+        return functional_call(self.model, dict(params or {}), args, kwargs)
+
+    def losses(self, params: Params | None = None, batch: Any = None) -> Tensor:
+        """Return the loss of each example, (M,)."""
+        inputs, target = batch or (self.inputs, self.target)
+        count = _num_examples(inputs)  # of one example at a time with the dense engine
+        try:
+            output = self.outputs(params, inputs)
+            values = _cross_entropies(output, count) if self.loss is None else [self.loss(output, target)]
+            torch.clear_autocast_cache()  # as at the end of a loop's own autocast block
+            return torch.stack([v.flatten(1).sum(1) if v.ndim > 1 else v.expand(count) for v in values]).sum(0)
+        except UnsupportedModuleError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"estimate_memory could not call {type(self.model).__name__} on tensors that have sizes but no values: "
+                f"{type(error).__name__}: {error}\nIt is called as model(x), as model(**x) when batch (or its first "
+                "entry) is a dict, as model(*x) when its first entry is a tuple. A forward that needs values (NumPy, "
+                "boolean indexing, torch.compile, kernels torch does not know) cannot be planned: train one step on a "
+                "small batch and read torch.cuda.max_memory_allocated()."
+            ) from error
+
+    def find_plan(self) -> tuple[Plan, int]:
+        """Return the plan of the model's graph for `MANY` examples, and the number of its nodes."""
+
+        def enlarge(x: Any) -> Any:
+            has_batch = isinstance(x, Tensor) and x.ndim and len(x) == self.num_examples
+            return x.new_empty(MANY, *x.shape[1:]) if has_batch else x
+
+        batch = tree_map(enlarge, (self.inputs, self.target))
+        is_optimizer = isinstance(self.settings, CompiledOptimizerSettings)
+        found = tree_leaves(self.outputs(None, batch[0])) if is_optimizer else [-self.losses(None, batch)]
+        outputs = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
+        with self.memory.phase(*CHECK, condition=True):
+            return make_plan(outputs, self.params, MANY), len(walk(outputs))
+
+
+class FakePlans(Plans):
+    """The plan of a model's graph, found without values; build it outside of `fake_memory`.
+
+    With values the batch is found by what single examples do. Here it is found by its size: the model is called on
+    `MANY` examples. One that insists on its number of examples gets a plan that may mistake a dimension.
+
+    Args:
+        run: see `FakeRun`, of which these are the arguments without `memory`.
+    """
+
+    def __init__(self, *run: Any) -> None:
+        super().__init__(verify=run[-1].verify, by_definition=run[-1].engine == "dense")
+        self.found: tuple[Plan | None, int] = None, 0
+        self.is_due = True
+        with suppress(Exception), fake_memory() as self.memory:
+            self.found = FakeRun(self.memory, *run).find_plan()
+
+    def find(self, nodes: Any, outputs: Any, params: Mapping[str, Tensor], num_examples: int) -> Plan | None:
+        """Return the plan, after passes like those that make one."""
+        plan, num_nodes = self.found
+        if plan is None or num_nodes != len(nodes) or self.by_definition:
+            with self.memory.phase(*CHECK, condition=True):
+                return super().find(nodes, outputs, params, num_examples)
+        if self.is_due:
+            with self.memory.phase(*CHECK):
+                leaves, seeds = list(params.values()), [torch.ones_like(output) for output in outputs]
+                # Gradients of two examples by definition, one by one and together, while the rules are applied; then
+                # the rows of one parameter after the other, and their differences from the definition.
+                definition = [torch.empty(4, *leaf.shape, dtype=leaf.dtype) for leaf in leaves]
+                torch.autograd.grad(outputs, leaves, seeds, retain_graph=True, allow_unused=True)
+                torch.empty_like(max(definition, key=torch.Tensor.numel))
+        self.is_due = self.verify  # which compares at any pass, though rarely
+        return replace(plan, num_examples=num_examples)
+
+
+@contextmanager
+def _few_slices(num_params: int, rank: int) -> Iterator[None]:
+    """Let a CPU take larger slices of long vectors than its cache holds: Python takes as long for a small one."""
+    sizes = ((products, "_CACHED", num_params), (steps, "_PIECE", num_params * rank))
+    with ExitStack() as stack:
+        for module, name, size in sizes:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, max(getattr(module, name), size // MOST_SLICES))
+        yield
+
+
+def _cross_entropies(output: Any, count: int) -> list[Tensor]:
+    """Return what a cross-entropy over the last dimension would take, for each output with the batch in front."""
+    leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    leaves = [x for x in leaves if x.ndim == 0 or x.shape[0] == count]
+    if not leaves:
+        raise ValueError(
+            f"no tensor with the batch (here {count}) as first dimension was found in the output "
+            f"({type(output).__name__}). Give loss=."
+        )
+    return [F.log_softmax(x, -1).neg() if x.ndim > 1 else x for x in leaves]
+
+
+def _num_examples(inputs: Any) -> int:
+    """Return M, the first dimension of the first tensor."""
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    raise ValueError(
+        "batch must hold the model's input with the examples as first dimension: a tensor, a dict for model(**x), or a "
+        f"tuple (x, y) as a loader gives it. Its first entry is {type(inputs).__name__} and holds no tensor."
+    )

@@ -1,0 +1,282 @@
+r"""Ways back to the low-rank family: from UUᵀ, D and rows of gradients to the next U and D.
+
+A step makes the precision $(1-\beta)(UU^\top + D) + \beta(\hat G + \lambda)$, which is of higher rank than U. A
+projection finds the U⁺ and d⁺ that stand for it. It sees the parameters in parts, twice: `observe` adds up a small
+matrix over all parts, `decide` turns it into weights, and `project` gives the new U and d of one part at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slangvi.linalg.products import batch_matmul, cache_slices, column_squares, gram_float64, rows_dot
+from slangvi.linalg.topk import (
+    OVERSAMPLING,
+    PRODUCTS,
+    TOLERANCE,
+    Eigenpairs,
+    iterate,
+    iteration_pays,
+    leading_eigenpairs,
+    starting_block,
+)
+from slangvi.rows.operator import GradientOperator, SegmentRows
+
+__all__ = ["Decision", "LeadingEigenvectors", "Part", "Projected", "Projection", "choose_route"]
+
+Number = float | Tensor
+Route = Literal["gram", "parameters", "applied", "diagonal"]
+
+
+class Part(NamedTuple):
+    """What a step knows about some columns; leading dimensions are runs in lockstep.
+
+    Args:
+        factor: U by rows, (..., L, n).
+        diag: d, (..., n).
+        rows: per-example gradients.
+        prior_precision: λ, (..., n).
+        precision_lr: β, a number, or (..., 1) where runs differ.
+        gain: β times the weight of a squared row in Ĝ; likewise.
+    """
+
+    factor: Tensor
+    diag: Tensor
+    rows: SegmentRows
+    prior_precision: Tensor
+    precision_lr: Number
+    gain: Number
+
+
+class Decision(NamedTuple):
+    """What `project` needs to know about all parts together.
+
+    Args:
+        weights: of U and the rows in U⁺, (..., L + R, L), or U⁺ itself transposed, (..., P, L); float64.
+        spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (..., L).
+        residual: bound on the relative error of these pairs; 0 if they were computed in full, (...).
+    """
+
+    weights: Tensor
+    spectrum: Tensor
+    residual: Tensor
+
+
+class Projected(NamedTuple):
+    """The new precision of some columns.
+
+    Args:
+        factor: U⁺ by rows, (..., L, n).
+        diag: d⁺, (..., n).
+        trace: of (1−β)UUᵀ + βĜ, float64, (...).
+        clipped: sum of what rounding would have taken from d⁺ below its bound, float64, (...).
+    """
+
+    factor: Tensor
+    diag: Tensor
+    trace: Tensor
+    clipped: Tensor
+
+
+class Projection(Protocol):
+    """One way back to the family."""
+
+    def observe(self, parts: Callable[[], Iterable[Part]]) -> Tensor:
+        """Return what is to be decided on, a small float64 matrix; it is not finite if a gradient is not."""
+
+    def decide(self, small: Tensor, parts: Callable[[], Iterable[Part]]) -> Decision:
+        """Solve the small problem; the only place that waits for the device."""
+
+    def project(self, part: Part, decision: Decision, columns: slice) -> Projected:
+        """Return the new precision of one part."""
+
+
+def choose_route(rank: int, num_params: int, gradients: GradientOperator, dtype: torch.dtype) -> Route:
+    """Return the way to the leading eigenvectors that counts the fewest multiplications.
+
+    gram         the Gram of U and all rows is formed and decomposed
+    applied      it is applied to a few vectors, for thousands of rows in float32
+    parameters   the P×P matrix is smaller than the Gram
+    diagonal     there is no eigenvector to be found at rank 0
+
+    Args:
+        rank: L.
+        num_params: P.
+        gradients: whose rows are many or few.
+        dtype: of the factor.
+    """
+    if rank == 0:
+        return "diagonal"
+    size, wish = rank + gradients.height, gradients.spectrum_route
+    if num_params < size and wish != "gram":
+        return "parameters"
+    if wish == "gram" or not iteration_pays(size, rank):
+        return "gram"
+    gram, column = gradients.costs
+    applied = 4 * PRODUCTS * (rank + OVERSAMPLING) * column
+    return "applied" if wish == "randomized" or (applied < gram and dtype is torch.float32) else "gram"
+
+
+class LeadingEigenvectors:
+    r"""The paper's projection: the leading L eigenvectors of A stay in U, what is left of its diagonal goes to d.
+
+    $$ A = (1-\beta)UU^\top + \beta\hat G, \qquad U^+ = Q_{1:L}\Lambda_{1:L}^{1/2}, \qquad
+       d^+ = (1-\beta)d + \beta\lambda + \mathrm{diag}\,A - \mathrm{diag}\,U^+U^{+\top} $$
+
+    With C = [√(1−β) U, √gain G] stacked by rows, the nonzero spectrum of A = CᵀC is that of the small Gram CCᵀ. Its
+    leading eigenvectors W give U⁺ = WᵀC without a division by eigenvalues, so that zero and repeated directions need no
+    care. β and gain may differ by part.
+
+    Args:
+        factor: U by rows, (..., L, P).
+        route: see `choose_route`.
+    """
+
+    def __init__(self, factor: Tensor, route: Route = "gram") -> None:
+        self.factor, self.route = factor, route
+        self.rank = factor.shape[-2]
+        self.dtype = factor.dtype
+
+    def observe(self, parts: Callable[[], Iterable[Part]]) -> Tensor:
+        """Return the Gram CCᵀ, or A itself; of a Gram that is not formed the diagonal, as a vector."""
+        if self.route == "parameters":
+            return self._whole_matrix(list(parts()))
+        total: Tensor | None = None
+        for part in parts():
+            small = self._gram(part) if self.route == "gram" else self._diagonal(part)
+            total = small if total is None else total.add_(small)
+        assert total is not None
+        return total
+
+    def _whole_matrix(self, parts: list[Part]) -> Tensor:
+        """A itself, float64, (..., P, P)."""
+        if len(parts) == 1:
+            (part,) = parts
+            old, new = gram_float64(part.factor.mT), gram_float64(part.rows.form().mT)
+            return old * _matrix(1 - part.precision_lr) + new * _matrix(part.gain)
+        kept = [part.factor.double() * (1 - part.precision_lr) ** 0.5 for part in parts]
+        new = torch.cat([part.rows.form().double() * part.gain**0.5 for part in parts], -1)
+        return gram_float64(torch.cat(kept, -1).mT) + gram_float64(new.mT)
+
+    def _gram(self, part: Part) -> Tensor:
+        """[[a UUᵀ, √(ab) UGᵀ], [√(ab) GUᵀ, b GGᵀ]] of one part, float64."""
+        keep, gain, rank = 1 - part.precision_lr, part.gain, self.rank
+        rows = part.rows.gram()
+        size = rank + rows.shape[-1]
+        small = rows.new_empty(*rows.shape[:-2], size, size, dtype=torch.float64)
+        torch.mul(rows, _matrix(gain), out=small[..., rank:, rank:])
+        if rank:
+            corner, cross = gram_float64(part.factor), part.rows.mm(part.factor)
+            torch.mul(corner, _matrix(keep), out=small[..., :rank, :rank])
+            torch.mul(cross, _matrix((keep * gain) ** 0.5), out=small[..., rank:, :rank])
+            small[..., :rank, rank:] = small[..., rank:, :rank].mT
+        return small
+
+    def _diagonal(self, part: Part) -> Tensor:
+        """A ΣU² and b ΣG² of one part, float64, (..., 2)."""
+        old, new = column_squares(part.factor), part.rows.square_sum()
+        sums = (x.sum(-1, keepdim=True, dtype=torch.float64) for x in (old, new))
+        return torch.cat([x * y for x, y in zip(sums, (1 - part.precision_lr, part.gain), strict=True)], -1)
+
+    def decide(self, small: Tensor, parts: Callable[[], Iterable[Part]]) -> Decision:
+        """Return the leading eigenvectors as weights of U and the rows."""
+        rank, tolerance = self.rank, TOLERANCE.get(self.dtype, 0.0)
+        if self.route == "diagonal":
+            height = next(iter(parts())).rows.height
+            none = self.factor.new_empty(*self.factor.shape[:-2], height, 0, dtype=torch.float64)
+            return Decision(none, none[..., 0, :].to(self.dtype), none.sum((-2, -1)))
+        if self.route == "applied":
+            pairs = self._applied_pairs(parts, tolerance)
+            if pairs is None:  # the iteration was too slow
+                self.route = "gram"
+                return self.decide(self.observe(parts), parts)
+        else:
+            size = small.shape[-1]
+            if self.route == "gram":
+                start = torch.eye(size, rank, dtype=torch.float64, device=small.device)
+            else:
+                start = self.factor.to(torch.float64).mT
+            pairs = leading_eigenpairs(small, min(rank, size), tolerance, start if rank else None)
+        weights, values = pairs.vectors, pairs.values
+        if self.route == "parameters":
+            weights = weights * values.sqrt().unsqueeze(-2)
+        missing = rank - values.shape[-1]
+        if missing:
+            weights, values = F.pad(weights, (0, missing)), F.pad(values, (0, missing))
+        return Decision(weights, values.to(self.dtype), pairs.residual)
+
+    def _applied_pairs(self, parts: Callable[[], Iterable[Part]], tolerance: float) -> Eigenpairs | None:
+        """Return the leading eigenpairs without ever forming the Gram; None if the iteration is too slow."""
+        rank, height = self.rank, next(iter(parts())).rows.height
+        like = self.factor.new_empty(rank + height, 0, dtype=torch.float64)
+        start = torch.eye(rank + height, rank, dtype=torch.float64, device=like.device)
+
+        def apply(block: Tensor) -> Tensor:
+            # Columns of length one: those of K X, K² X, … need not fit float32 where K does.
+            lengths = torch.linalg.vector_norm(block, dim=0).clamp_min(torch.finfo(torch.float64).tiny)
+            unit, image = block / lengths, torch.zeros_like(block)
+            for part in parts():
+                keep, gain = (1 - part.precision_lr) ** 0.5, part.gain**0.5
+                rows = self._combine(part, unit)
+                image[:rank] += rows_dot(part.factor, rows, torch.float64) * keep
+                image[rank:] += part.rows.mm(rows) * gain
+            return image.mul_(lengths)
+
+        # Products are rounded to the factor's own dtype every time.
+        found, done = iterate(apply, starting_block(like, rank, start), rank, 10 * tolerance)
+        return found if bool(done) else None
+
+    def _combine(self, part: Part, weights: Tensor) -> Tensor:
+        """Return WᵀC of one part for W (..., L + R, K), (..., K, n)."""
+        # Roots are multiplied in before anything is rounded: that of √(1−β) would be the same at every step.
+        old = (weights[..., : self.rank, :] * _matrix((1 - part.precision_lr) ** 0.5)).to(self.dtype)
+        new = (weights[..., self.rank :, :] * _matrix(part.gain**0.5)).to(self.dtype)
+        found = batch_matmul(old.mT, part.factor)
+        if self.rank:
+            part.rows.add_t_mm(new, found)
+        return found
+
+    def project(self, part: Part, decision: Decision, columns: slice) -> Projected:
+        """Return the new precision of one part."""
+        if self.route == "parameters":
+            factor = decision.weights.mT[..., columns].to(self.dtype).contiguous()
+        else:
+            factor = self._combine(part, decision.weights)
+        squares, diag = part.rows.square_sum(), torch.empty_like(part.diag)
+        trace: Any = 0.0
+        clipped: Any = 0.0
+        for cut in cache_slices(part.diag):
+            found = self._diagonal_of(part, squares[..., cut], factor[..., cut], cut)
+            diag[..., cut] = found[0]
+            trace, clipped = trace + found[1], clipped + found[2]
+        return Projected(factor, diag, trace, clipped)
+
+    def _diagonal_of(self, part: Part, squares: Tensor, factor: Tensor, cut: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Return d⁺ of some columns, the trace of A there, and what rounding would have taken from d⁺."""
+        beta, precision = part.precision_lr, part.prior_precision[..., cut]
+        # In float64: what is left of the diagonal beside U⁺ may be far smaller, and a rounding that is alike at every
+        # step would add up.
+        whole = column_squares(part.factor[..., cut]).to(torch.float64).mul_(_fitted(1 - beta))
+        whole.add_(squares.to(torch.float64).mul_(_fitted(part.gain)))
+        trace = whole.sum(-1)
+        base = torch.lerp(part.diag[..., cut], precision, _fitted(beta, part.diag))
+        # What U⁺ does not hold of the diagonal is added as it is, with the sign that rounding may give it: the next
+        # step has the same rounding of U⁺ with the other sign. The positive half alone would add up to more than d.
+        whole.sub_(column_squares(factor)).add_(base)
+        diag = torch.maximum(whole, torch.minimum(base, precision))
+        return diag, trace, diag.sub(whole).sum(-1)
+
+
+def _matrix(number: Number) -> Number:
+    """Return a number of each run, (..., 1), as a factor of its small matrices, (..., 1, 1)."""
+    return number.unsqueeze(-1) if isinstance(number, Tensor) and number.ndim else number
+
+
+def _fitted(number: Number, like: Tensor | None = None) -> Number:
+    """Return a number in the dtype of a tensor, or in float64, so that no vector is widened."""
+    return number.to(torch.float64 if like is None else like.dtype) if isinstance(number, Tensor) else number

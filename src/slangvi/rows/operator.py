@@ -1,0 +1,75 @@
+"""What a step may ask of per-example gradients, however they are held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["GradientOperator", "SegmentRows"]
+
+
+class SegmentRows(Protocol):
+    """Rows G (R, n) of some columns; those of a batch of problems have its dimensions in front of every result."""
+
+    @property
+    def height(self) -> int:
+        """R."""
+
+    def square_sum(self) -> Tensor:
+        """Σ_r g_r ∘ g_r, (n,)."""
+
+    def gram(self) -> Tensor:
+        """G Gᵀ, (R, R)."""
+
+    def mm(self, rows: Tensor) -> Tensor:
+        """G Cᵀ for C given by its K rows, (K, n) → (R, K)."""
+
+    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
+        """Add Wᵀ G for W (R, K) to a (K, n) tensor."""
+
+    def form(self) -> Tensor:
+        """G itself, (R, n)."""
+
+    def pieces(self, most: int) -> Iterable[tuple[slice, SegmentRows]]:
+        """Return all columns in turn, about `most` at a time."""
+
+
+class GradientOperator(Protocol):
+    """Per-example gradients G of a step, (R, P), handed out in segments of the flat vector.
+
+    Rows are gradients of the *negative* log-likelihood of one example at one sample of the weights.
+    """
+
+    @property
+    def num_rows(self) -> int:
+        """Examples at samples that the gradients are of."""
+
+    @property
+    def height(self) -> int:
+        """R, rows that are there: fewer where some stand for all. GᵀG has the same expectation, or is the same."""
+
+    @property
+    def scale(self) -> float:
+        """What rows of segments are to be multiplied by."""
+
+    @property
+    def costs(self) -> tuple[int, int]:
+        """Counted multiplications of the Gram, and of a product with one column."""
+
+    @property
+    def spectrum_route(self) -> str:
+        """The route wished for, see `Routes.spectrum`."""
+
+    def sum(self) -> Tensor:
+        """Σ_r g_r of all examples, (P,)."""
+
+    def square_sum(self) -> Tensor:
+        """Σ_r g_r ∘ g_r, (P,)."""
+
+    def form(self) -> Tensor:
+        """G itself, (R, P); only for few parameters."""
+
+    def segments(self, cuts: Sequence[int] = ()) -> Iterable[tuple[slice, SegmentRows]]:
+        """Return all columns in turn, some at a time; a segment ends at each of the cuts."""

@@ -1,0 +1,460 @@
+"""Record the user's own forward and backward passes through a model, and return the rows of each backward pass."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from slangvi.errors import UnsupportedModuleError
+from slangvi.params import ParamSpec
+from slangvi.rows._stance import eager
+from slangvi.rows.blocks import Block
+from slangvi.rows.factored import RowGroup
+from slangvi.rows.graph import TOLERANCE, Plans, Recording, record, watch_outputs
+
+__all__ = ["GradientRecorder", "check_batch_norm", "check_tables"]
+
+# Backward passes outside of blocks that are counted; a run that never takes a step must not fill the memory.
+MOST_UNRECORDED = 64
+# Rows of a pass may differ from the gradient they add up to by this much of their own size, times the tolerance of
+# the graph, where they cancel.
+CANCELLATION = 1e-2
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of the model.
+
+    Args:
+        num_examples: M.
+        recording: rows of passes through it; None where sums are all that is wanted.
+        in_backward: whether it was made inside a backward pass, by activation checkpointing.
+    """
+
+    num_examples: int | None
+    recording: Recording | None = None
+    in_backward: bool = False
+
+
+@dataclass(eq=False)
+class Backward:
+    """One backward pass.
+
+    Args:
+        calls: those that it reached.
+        totals: parameter name → gradient, as autograd added it up.
+        accumulated: whether it was a `backward()`, which adds to p.grad, and not a `torch.autograd.grad`.
+        completed: whether it came to its end; one that failed half way has gradients of some layers only.
+    """
+
+    calls: dict[Call, None] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    accumulated: bool = False
+    completed: bool = False
+
+    @property
+    def is_signal(self) -> bool:
+        """Whether it is to be learnt from."""
+        return self.completed and self.accumulated and bool(self.totals)
+
+    def absorb(self, other: Backward) -> None:
+        """Add a second pass through the same graph: the same examples, one more loss term."""
+        self.calls |= other.calls
+        for name, total in other.totals.items():
+            self.totals[name] = self.totals[name] + total if name in self.totals else total
+
+
+class GradientRecorder:
+    """Listens to a model between `recording()` and `collect()`.
+
+    Hooks are registered once, on the model as a whole and on its parameters, and do nothing outside `recording()`; they
+    hold no reference to this object, and leave the model when it is deleted.
+
+    Args:
+        model: any module; its first tensor argument has the batch as first dimension.
+        spec: the parameters to infer.
+        dtype: dtype of the rows.
+        wants_rows: whether rows are wanted beside the sums over all examples.
+        by_definition: find every row by going back from its own example's output, for comparison.
+        verify: compare rows with their definition and with the gradients they add up to, ever more rarely.
+        curvature_rows: examples of each backward pass whose rows are kept, drawn at random; None keeps all. They
+            are weighted to stand for all: the sum of their outer products has the same expectation.
+        generator: source of randomness for the choice.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> recorder = GradientRecorder(model, ParamSpec.of_module(model), torch.float32)
+        >>> with recorder.recording():
+        ...     model(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
+        >>> (group,) = recorder.collect()
+        >>> group.blocks["weight"].form()
+        tensor([[1., 2.],
+                [3., 4.]])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ParamSpec,
+        dtype: torch.dtype,
+        *,
+        wants_rows: bool = True,
+        by_definition: bool = False,
+        verify: bool = True,
+        curvature_rows: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.model, self.dtype = model, dtype
+        self.wants_rows, self.verify = wants_rows, verify
+        self.curvature_rows, self.generator = curvature_rows, generator
+        self.plans = Plans(verify, by_definition)
+        self.active = False
+        self.unrecorded: set[int] = set()  # backward passes that added to p.grad while this was not active
+        self._num_passes = 0
+        self._backwards: dict[int, Backward] = {}
+        self._data: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._leaves = {spec.canonical[n]: p for n, p in model.named_parameters() if n in spec.canonical}
+        me = weakref.ref(self)
+        handles: list[Any] = [
+            model.register_forward_pre_hook(_PreHook(me)),
+            model.register_forward_hook(_ForwardHook(me), with_kwargs=True),
+        ]
+        for name, param in self._leaves.items():
+            others = list((param._backward_hooks or {}).items())
+            handles.append(param.register_hook(partial(_store_total, me, name)))
+            hooks: Any = param._backward_hooks
+            for key, hook in others:  # ours comes first, since others may change the gradient
+                del hooks[key]
+                hooks[key] = hook
+            handles.append(param.register_post_accumulate_grad_hook(partial(_confirm, me)))
+        self._open: list[Recording] = []
+        self._finalizer = weakref.finalize(self, _remove, handles, self._open)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._finalizer()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record calls and backward passes inside the block; what an earlier block left is dropped."""
+        check_tables(self.model)
+        if self.wants_rows:
+            check_batch_norm(self.model)
+        self._backwards.clear()
+        self._detach()
+        before, self.active = self.active, True
+        try:
+            with eager():
+                yield
+        except BaseException:
+            self.drop()
+            raise
+        finally:
+            self.active = before
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether passes to learn from were recorded that nobody has collected."""
+        return any(backward.is_signal for backward in self._backwards.values())
+
+    def drop(self) -> None:
+        """Forget the passes recorded so far; those to come are recorded."""
+        self._backwards.clear()
+        self._detach()
+        self.forget_data()
+
+    def _detach(self) -> None:
+        """Take all hooks off graphs, since a node and its hook hold each other."""
+        for recording in self._open:
+            recording.detach()
+        self._open.clear()
+
+    def forget_data(self) -> None:
+        """Let go of copies of the data: the step that needed them is done."""
+        self._data.clear()
+
+    def collect(self) -> list[RowGroup]:
+        """Return the per-example gradients of the passes recorded, one group for each."""
+        passes, self._backwards = list(self._backwards.items()), {}
+        numbers = {id(backward): [task] for task, backward in passes}
+        signals: list[Backward] = []
+        for task, backward in passes:
+            if backward.is_signal:
+                twin = next((other for other in signals if other.calls.keys() & backward.calls.keys()), None)
+                if twin is None:
+                    signals.append(backward)
+                else:
+                    twin.absorb(backward)
+                    numbers[id(twin)].append(task)
+        self._detach()
+        groups = [self._group(backward, numbers[id(backward)]) for backward in signals]
+        if not groups:
+            self.forget_data()
+        return groups
+
+    # ---- while the model runs
+
+    def note_call(self, args: Any, kwargs: Any, output: Any) -> Any:
+        """Put hooks on the graph behind the outputs of a call that has just been made; return what it is to return."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return output  # inside torch.func tensors stand for others, and perhaps there is no batch
+        leaves, structure = tree_flatten(output)
+        places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        outputs = [leaves[k] for k in places]
+        if not outputs:
+            return output
+        first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim), None)
+        call = Call(None if first is None else first.shape[0])
+        call.in_backward = torch._C._current_graph_task_id() != -1
+        if self.wants_rows and call.num_examples and not call.in_backward:
+            chosen = self._choose(call.num_examples, outputs[0].device)
+            self.active = False  # passes that find out about a new graph are our own
+            try:
+                call.recording = record(outputs, self._leaves, chosen, self.plans, call.num_examples, self._copy_data)
+                self._open.append(call.recording)
+            finally:
+                self.active = True
+            for k, handed in zip(places, watch_outputs(call.recording, outputs), strict=True):
+                leaves[k] = handed
+        for tensor in outputs:
+            tensor.register_hook(partial(_reach, weakref.ref(self), call))
+        is_same = all(leaves[k] is tensor for k, tensor in zip(places, outputs, strict=True))
+        return output if is_same else tree_unflatten(leaves, structure)
+
+    def _choose(self, count: int, device: torch.device) -> Tensor | None:
+        """Return the examples of a batch whose rows are kept; None for all."""
+        if self.curvature_rows is None or self.curvature_rows >= count:
+            return None
+        return torch.randperm(count, generator=self.generator, device=device)[: self.curvature_rows]
+
+    def _copy_data(self, tensor: Tensor) -> Tensor:
+        """Return a copy of data, since loops may refill their memory before the step; one copy for equal contents."""
+        key = (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        original, copy = self._data.get(key, (None, None))
+        is_known = original is not None and copy is not None and _is_same_view(original, tensor)
+        # NumPy can write to a CPU tensor without changing its version.
+        if is_known and copy is not None and (tensor.device.type != "cpu" or torch.equal(tensor, copy)):
+            return copy
+        copy = tensor.detach().clone()
+        self._data[key] = (tensor, copy)  # holding the original keeps its address from being given away
+        return copy
+
+    def current_backward(self) -> Backward:
+        """Return the record of the backward pass that is running."""
+        task = torch._C._current_graph_task_id()
+        found = self._backwards.get(task)
+        if found is None:
+            found = self._backwards[task] = Backward()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._complete, task))
+        return found
+
+    def _complete(self, task: int) -> None:
+        """Note that a backward pass came to its end, and forget it if it was a `torch.autograd.grad`."""
+        backward = self._backwards.get(task)
+        if backward is not None and backward.accumulated:
+            backward.completed = True
+        else:
+            self._backwards.pop(task, None)
+
+    # ---- after the backward passes
+
+    def _group(self, backward: Backward, tasks: Sequence[int]) -> RowGroup:
+        """Return the rows of one backward pass, or of several through the same graph."""
+        if not backward.calls or any(call.in_backward for call in backward.calls):
+            raise UnsupportedModuleError(
+                "gradients reached the parameters, but not through a recorded call of the model. Call the model as "
+                "model(x), as a whole, with forward and backward inside the same block, without reentrant "
+                "checkpointing (use_reentrant=False works), and not inside torch.func.vmap or grad."
+            )
+        if len(backward.calls) > 1:
+            raise UnsupportedModuleError(
+                f"the model was called {len(backward.calls)} times for one backward pass, and it cannot be told "
+                "whether these are new examples or the same ones. New examples: call backward once per batch. The same "
+                "ones (pairs, views): make the calls inside a module of your own and give that one to the optimizer."
+            )
+        (call,) = backward.calls
+        if call.num_examples == 0:
+            raise ValueError("the batch is empty: a step needs at least one example. Skip empty batches.")
+        if call.num_examples is None:
+            raise UnsupportedModuleError(
+                "the model was called without a tensor that has a batch as first dimension, so examples cannot be "
+                "counted. Pass the batch as an argument."
+            )
+        totals = {name: total.to(self.dtype) for name, total in backward.totals.items()}
+        if call.recording is None:
+            return RowGroup(call.num_examples, {}, totals)
+        return self._rows_of(call.recording, tasks, totals)
+
+    def _rows_of(self, recording: Recording, tasks: Sequence[int], totals: Mapping[str, Tensor]) -> RowGroup:
+        count = recording.num_examples
+        if recording.plan is None:  # outputs were not finite, and the step must see that
+            return RowGroup(count, {}, totals)
+        blocks = recording.blocks(self.dtype, tasks)
+        if recording.chosen is not None:
+            weight = math.sqrt(count / recording.num_rows)
+            blocks = {name: block.scaled(weight) for name, block in blocks.items()}
+            return RowGroup(count, blocks, totals, num_chosen=recording.num_rows)
+        recording.check_unmodified()
+        self._num_passes += 1
+        if self.verify and self._num_passes.bit_count() == 1:
+            check_sums(blocks, totals, max(recording.plan.tolerance, TOLERANCE.get(self.dtype, 0.0)))
+        return RowGroup(count, blocks, totals)
+
+
+def check_sums(blocks: Mapping[str, Block], totals: Mapping[str, Tensor], tolerance: float) -> None:
+    """Raise unless the rows of each parameter add up to its gradient.
+
+    Args:
+        blocks: parameter name → rows.
+        totals: parameter name → gradient.
+        tolerance: relative difference that counts as rounding.
+    """
+    norms = {name: float(total.double().norm()) for name, total in totals.items()}
+    everything = math.hypot(*norms.values())
+    wrong = []
+    for name, total in totals.items():
+        block = blocks.get(name)
+        found = torch.zeros_like(total).flatten() if block is None else block.sum()
+        size = 0.0 if block is None else float((block.num_rows * block.square_sum().double().sum()).sqrt())
+        slack = norms[name] + CANCELLATION * (everything + size)
+        # What is not finite is left to the step.
+        if float((found - total.flatten()).double().norm()) > tolerance * slack:
+            wrong.append(name)
+    if wrong:
+        named = ", ".join(map(repr, wrong[:3])) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise UnsupportedModuleError(
+            f"the gradient of parameter(s) {named} does not come from the outputs of the model alone, so it cannot be "
+            "told apart by example. Usual causes: a penalty on the weights in the loss (the prior is prior_precision), "
+            "a gradient penalty, a parameter used in the loss only (move it into forward), backward(inputs=...), "
+            "blocks of two of slangvi's optimizers around one backward pass (give one optimizer several groups "
+            "instead). "
+            "Remove it, or pass verify=False to go on with what was recorded."
+        )
+
+
+# ---- hooks
+
+
+class _Hook:
+    """A hook that forgets its owner when copied or pickled: copies of a model are not recorded."""
+
+    def __init__(self, owner: weakref.ref[GradientRecorder] | None = None) -> None:
+        self.owner = owner
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def listening(self, module: nn.Module) -> GradientRecorder | None:
+        """Return the recorder, if it is active and the module is its model."""
+        owner = self.owner() if self.owner is not None else None
+        if owner is None or not owner.active or not torch.is_grad_enabled() or owner.model is not module:
+            return None
+        return owner
+
+
+class _PreHook(_Hook):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.listening(module) is not None:
+            check_alone(module)
+
+
+class _ForwardHook(_Hook):
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        # Torch copies the list of hooks before it calls them, but asks later which ones want keywords. One that is
+        # removed in between, as by the garbage collector, is called once more, without.
+        owner = self.listening(module) if len(rest) == 2 else None
+        return rest[-1] if owner is None else owner.note_call(args, *rest)
+
+
+def _reach(owner: weakref.ref[GradientRecorder], call: Call, grad: Tensor | None) -> None:
+    recorder = owner()
+    # Fused kernels with several outputs hand None to those the loss did not use.
+    if recorder is not None and recorder.active and grad is not None:
+        recorder.current_backward().calls[call] = None
+
+
+def _store_total(owner: weakref.ref[GradientRecorder], name: str, grad: Tensor) -> None:
+    recorder = owner()
+    if recorder is not None and recorder.active:
+        # Autograd may take a gradient nobody else holds as p.grad; this reference makes it copy instead. With
+        # create_graph=True the graph must not be kept alive.
+        recorder.current_backward().totals[name] = grad.detach().clone() if grad.requires_grad else grad
+
+
+def _confirm(owner: weakref.ref[GradientRecorder], param: Tensor) -> None:
+    recorder = owner()
+    if recorder is None:
+        return
+    if recorder.active:
+        recorder.current_backward().accumulated = True
+    elif len(recorder.unrecorded) < MOST_UNRECORDED:
+        recorder.unrecorded.add(torch._C._current_graph_task_id())
+
+
+def _remove(handles: list[Any], recordings: list[Recording]) -> None:
+    for recording in recordings:
+        recording.detach()
+    for handle in handles:
+        handle.remove()
+
+
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+# ---- refusals
+
+
+def check_batch_norm(model: nn.Module) -> None:
+    """Refuse modules under which the examples of a batch have no gradients of their own."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise UnsupportedModuleError(
+                f"module {name!r} ({type(module).__name__}) normalises with statistics of the batch, so examples "
+                "have no gradients of their own. Put it in eval mode (module.eval()) with running statistics, or "
+                "use GroupNorm or LayerNorm instead."
+            )
+
+
+def check_alone(module: nn.Module) -> None:
+    """Refuse a call on behalf of several processes, which exchange `p.grad` and no more."""
+    around = module if isinstance(module, DistributedDataParallel) else DistributedDataParallel._active_ddp_module
+    if around is not None and around.process_group.size() > 1:
+        raise UnsupportedModuleError(
+            f"the model runs inside DistributedDataParallel with {around.process_group.size()} processes, which "
+            "average p.grad alone: each would draw weights and learn a posterior of its own. Train in one process, on "
+            "one device (devices=1 in Lightning, --num_processes 1 of accelerate)."
+        )
+
+
+def check_tables(model: nn.Module) -> None:
+    """Refuse embedding tables whose gradient is sparse, or not that of the loss at the sample."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not module.weight.requires_grad:
+            continue
+        kind = f"module {name!r} ({type(module).__name__})"
+        if module.sparse:
+            raise UnsupportedModuleError(
+                f"{kind} has sparse=True, and sparse gradients are not supported. Build it with sparse=False: the "
+                "table's gradient is kept as touched rows anyway."
+            )
+        if module.max_norm is not None:
+            raise UnsupportedModuleError(
+                f"{kind} has max_norm={module.max_norm}, which rewrites the weights inside forward and so changes the "
+                "sample. Build it with max_norm=None; the prior keeps rows small."
+            )
+        if module.scale_grad_by_freq:
+            raise UnsupportedModuleError(
+                f"{kind} has scale_grad_by_freq=True, which mixes examples. Build it with scale_grad_by_freq=False."
+            )
