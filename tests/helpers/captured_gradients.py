@@ -18,8 +18,26 @@ def captured(case: Case, engine="factored", dtype=torch.float64, verify=True, **
     with recorder.recording():
         case.losses(case.model(*case.args)).sum().backward()
     like = torch.empty(0, dtype=dtype)
-    return FactoredGradients(ParamSpec.of_module(case.model), recorder.collect(), rank=2, like=like, **options)
+    return FactoredGradients(ParamSpec.of_module(case.model), recorder.collect(), like=like, **options)
 
 
 def rows_of(operator: FactoredGradients) -> torch.Tensor:
-    return operator.t_mm(torch.eye(operator.height, dtype=operator.like.dtype))
+    """The rows by products with unit vectors, segment by segment."""
+    unit = torch.eye(operator.height, dtype=operator.like.dtype, device=operator.like.device)
+    return products_of(operator, unit, torch.zeros_like(unit[:1, :1]).expand(1, operator.spec.num_params))[2]
+
+
+def products_of(
+    operator: FactoredGradients, weights: torch.Tensor, columns: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The Gram, the products with columns, and the combinations by weights, put together from all segments."""
+    gram = operator.like.new_zeros(operator.height, operator.height)
+    product, combined = (
+        gram.new_zeros(operator.height, len(columns)),
+        gram.new_zeros(weights.shape[1], columns.shape[1]),
+    )
+    for place, rows in operator.segments():
+        gram += operator.scale**2 * rows.gram()
+        product += operator.scale * rows.mm(columns[:, place])
+        rows.add_t_mm(operator.scale * weights, combined[:, place])
+    return gram, product, combined

@@ -10,10 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.captured_gradients import products_of
+from slangvi.live_bytes import LiveBytes
 from slangvi.params import ParamSpec
 from slangvi.rows import FactoredGradients, RowGroup
-from slangvi.rows.blocks import Block, Formed, Outer, Sum, TableRows, Unopened, add, is_formed, stack
+from slangvi.rows import blocks as module
+from slangvi.rows.blocks import Block, Formed, Outer, Patches, Sum, TableRows, add, stack
 from slangvi.types import Routes
 
 
@@ -25,9 +29,9 @@ def outer(R: int, G: int = 1, T: int = 1, O: int = 3, I: int = 2, S: int = 1) ->
     return Outer(randn(R, G, T, O), randn(R // S, G, T, I))
 
 
-def patches(R: int, G: int = 1, T: int = 1, O: int = 3, I: int = 2, S: int = 1) -> Unopened:  # noqa: E741
+def patches(R: int, G: int = 1, T: int = 1, O: int = 3, I: int = 2, S: int = 1) -> Patches:  # noqa: E741
     """Windows of width I over a line, as of a convolution: a is many times larger than x."""
-    return Unopened(randn(R, G, T, O), randn(R // S, G, T + I - 1), I, lambda x: x.unfold(2, I, 1))
+    return Patches(randn(R, G, T, O), randn(R // S, G, T + I - 1), I, lambda x: x.unfold(2, I, 1))
 
 
 def table(R: int, T: int = 3, V: int = 3, D: int = 2) -> TableRows:
@@ -38,7 +42,7 @@ def table(R: int, T: int = 3, V: int = 3, D: int = 2) -> TableRows:
 KINDS: dict[str, Callable[..., Block]] = {
     "formed": lambda R, G, T, O, I, S: Formed(randn(R, G * O * I)),  # noqa: E741
     "outer": outer,
-    "unopened": patches,
+    "patches": patches,
     "table": lambda R, G, T, O, I, S: table(R, T, G * O, I),  # noqa: E741
     "table and output layer": lambda R, G, T, O, I, S: Sum((table(R, T, G * O, I), outer(R, G, T, O, I, S))),  # noqa: E741
     "sum of three": lambda R, G, T, O, I, S: Sum(  # noqa: E741
@@ -71,7 +75,6 @@ def assert_products(block: Block, dense: Tensor) -> None:
     torch.testing.assert_close(block.square_sum(), dense.square().sum(0))
     torch.testing.assert_close(block.gram(), dense @ dense.T)
     torch.testing.assert_close(block.mm(C), dense @ C.T)
-    torch.testing.assert_close(block.t_mm(W), W.T @ dense)
 
 
 # ---- what each kind of block stands for
@@ -100,10 +103,9 @@ def test_outer_is_the_sum_of_outer_products(R, G, T, O, I, S):  # noqa: E741
 def test_what_is_unopened_is_the_outer_product_with_what_it_opens_to(R, G, T, O, I, S):  # noqa: E741
     torch.manual_seed(R + 10 * T)
     block = patches(R * S, G, T, O, I, S)
-    whole = block.opened()
-    assert torch.equal(whole.right[:, :, :, 0], block.source[:, :, :T])
-    assert block.sizes == whole.sizes
-    assert_products(block, whole.form())
+    opened = block.open(block.source)
+    assert torch.equal(opened[:, :, :, 0], block.source[:, :, :T])
+    assert_products(block, Outer(block.left, opened).form())
 
 
 @given(R=FEW, T=st.integers(1, 6), V=st.integers(1, 5), D=FEW)
@@ -148,26 +150,18 @@ def test_all_pieces_of_a_grain_make_up_the_block(name):
     torch.testing.assert_close(torch.cat(pieces, 1), block.form())
 
 
-@pytest.mark.parametrize("name", ["outer", "unopened", "sum of three"])
+@pytest.mark.parametrize("name", ["outer", "patches", "sum of three"])
 def test_several_groups_cannot_be_parted(name):
     block = KINDS[name](4, 2, 3, 2, 3, 1)
     assert block.grain == block.num_params == 12
     assert_products(block.narrow(0, 12), block.form())
 
 
-@given(block=blocks(), data=st.data())
-def test_rows_can_be_chosen_in_any_order_and_more_than_once(block, data):
-    chosen = torch.tensor(data.draw(st.lists(st.integers(0, block.num_rows - 1), min_size=1, max_size=5)))
-    part = block.select(chosen)
-    assert type(part) is type(block)
-    assert_products(part, block.form()[chosen])
-
-
 @given(block=blocks())
 def test_all_products_are_in_the_dtype_that_was_asked_for(block):
     small, dense = block.to_dtype(torch.float32), block.form()
-    W, C = torch.randn(block.num_rows, 2), torch.randn(2, block.num_params)
-    found = [small.form(), small.sum(), small.square_sum(), small.gram(), small.mm(C), small.t_mm(W)]
+    C = torch.randn(2, block.num_params)
+    found = [small.form(), small.sum(), small.square_sum(), small.gram(), small.mm(C)]
     assert {x.dtype for x in found} == {torch.float32}
     torch.testing.assert_close(small.form(), dense.float(), rtol=1e-5, atol=1e-5)
     assert_products(small.to_dtype(torch.float64), small.to_dtype(torch.float64).form())
@@ -181,22 +175,13 @@ def test_scaled_blocks_have_scaled_gradients(block, factor):
     assert_products(scaled, factor * block.form())
 
 
-@given(block=blocks(), before=st.integers(0, 2), after=st.integers(0, 2))
-def test_padded_blocks_have_zero_rows_in_front_and_behind(block, before, after):
-    dense, zeros = block.form(), torch.zeros(2, block.num_params, dtype=torch.float64)
-    assert_products(block.padded(before, after), torch.cat([zeros[:before], dense, zeros[:after]]))
-
-
 @given(block=blocks(), data=st.data())
 def test_changes_can_follow_one_another_in_any_order(block, data):
     dense, grain = block.form(), block.grain
     stop = data.draw(st.integers(1, block.num_params // grain)) * grain
-    chosen = torch.tensor(data.draw(st.lists(st.integers(0, block.num_rows + 2), min_size=1, max_size=4)))
     changes: dict[str, tuple[Callable[[Block], Block], Callable[[Tensor], Tensor]]] = {
-        "padded": (lambda b: b.padded(1, 2), lambda x: torch.cat([0 * x[:1], x, 0 * x[:1], 0 * x[:1]])),
         "scaled": (lambda b: b.scaled(-2.0), lambda x: -2.0 * x),
         "narrowed": (lambda b: b.narrow(0, stop), lambda x: x[:, :stop]),
-        "chosen": (lambda b: b.select(chosen % b.num_rows), lambda x: x[chosen % len(x)]),
     }
     for name in data.draw(st.permutations(sorted(changes))):
         of_block, of_rows = changes[name]
@@ -207,8 +192,8 @@ def test_changes_can_follow_one_another_in_any_order(block, data):
 @given(block=blocks())
 def test_nothing_that_is_done_with_a_block_changes_it(block):
     before = block.form().clone()
-    block.narrow(0, block.num_params).scaled(0.0).padded(1, 1)
-    block.select(torch.tensor([0])).to_dtype(torch.float32).scaled(7.0)
+    block.narrow(0, block.num_params).scaled(0.0)
+    block.to_dtype(torch.float32).scaled(7.0)
     block.gram().zero_()
     block.mm(randn(1, block.num_params)).zero_()
     block.sum().zero_()
@@ -221,18 +206,56 @@ def test_nothing_that_is_done_with_a_block_changes_it(block):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 26], ids=["row by row", "pieces", "whole"])
-def test_products_equal_dense_whatever_the_chunks(name, chunk_bytes):
+def test_products_equal_dense_whatever_the_chunks(monkeypatch, name, chunk_bytes):
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
     block = KINDS[name](6, 2, 3, 2, 2, 2)
-    has_chunks = isinstance(block, Outer | TableRows)
-    small = replace(block, chunk_bytes=chunk_bytes) if has_chunks else block
-    assert_products(small, block.form())
+    assert_products(block, block.form())
+
+
+def test_only_some_patches_are_open_at_a_time(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 8 * 30 * 40 * 2)
+    block = Patches(randn(6, 1, 30, 2), randn(6, 4), 40, lambda x: x.repeat_interleave(300, 1).view(-1, 1, 30, 40))
+    with LiveBytes() as memory:
+        block.form()
+    assert memory.peak < 8 * 6 * 30 * 40 / 2
+
+
+@pytest.mark.parametrize("make", [lambda: outer(6, O=5, I=4), lambda: outer(6, O=5, I=4, S=3), lambda: table(6)])
+def test_costs_are_what_is_multiplied(make):
+    """Tables touch every entry once for a column; only their Gram is a product of matrices."""
+    block = make()
+    gram, column = block.costs
+    weights, columns = randn(block.num_rows, 1), randn(1, block.num_params)
+    onto = torch.zeros(1, block.num_params, dtype=torch.float64)
+    assert multiplications(block.gram) == gram
+    if isinstance(block, Outer):
+        assert multiplications(lambda: block.mm(columns)) == column - block.temporary
+        assert multiplications(lambda: block.add_t_mm(weights, onto)) == column - block.temporary
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts those of matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "bmm", "addmm_", "baddbmm_"):
+            self.count += out.numel() * args[-1].shape[-2]
+        return out
+
+
+def multiplications(work: Callable[[], object]) -> int:
+    with Multiplications() as seen:
+        work()
+    return seen.count
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_products_with_no_columns_are_empty(name):
     block = KINDS[name](4, 1, 2, 3, 2, 1)
     assert block.mm(randn(0, block.num_params)).shape == (4, 0)
-    assert block.t_mm(randn(4, 0)).shape == (0, block.num_params)
+    block.add_t_mm(randn(4, 0), randn(0, block.num_params))
 
 
 # ---- several blocks of one tensor
@@ -240,12 +263,12 @@ def test_products_with_no_columns_are_empty(name):
 PAIRS: dict[str, tuple[Callable[[int], Block], Callable[[int], Block], type[Block]]] = {
     "outer+outer": (lambda R: outer(R, T=2), lambda R: outer(R, T=3), Outer),
     "groups+groups": (lambda R: outer(R, G=3, T=2, O=1), lambda R: outer(R, G=3, T=1, O=1), Outer),
-    "shared+outer": (lambda R: outer(R, S=2), lambda R: outer(R, T=2), Outer),
+    "shared+outer": (lambda R: outer(R, S=2), lambda R: outer(R, T=2), Sum),
     "table+table": (table, lambda R: table(R, T=1), TableRows),
     "table+outer": (table, outer, Sum),
     "outer+formed": (outer, lambda R: Formed(randn(R, 6)), Sum),
-    "unopened+unopened": (patches, lambda R: patches(R, T=2), Sum),
-    "unopened+outer": (patches, outer, Sum),
+    "patches+patches": (patches, lambda R: patches(R, T=2), Sum),
+    "patches+outer": (patches, outer, Sum),
     "sum+outer": (lambda R: Sum((table(R), outer(R))), outer, Sum),
     "formed+sum": (lambda R: Formed(randn(R, 6)), lambda R: Sum((table(R), outer(R))), Sum),
     "formed+formed": (lambda R: Formed(randn(R, 6)), lambda R: Formed(randn(R, 6)), Formed),
@@ -291,12 +314,16 @@ def test_blocks_of_any_kinds_stack(data, G, O, I):  # noqa: E741
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_blocks_of_one_kind_are_held_in_that_kind_when_stacked(name):
+def test_blocks_stack_without_being_formed(monkeypatch, name):
     make = KINDS[name]
     several = [make(2, 1, 3, 2, 2, 1), make(3, 1, 3, 2, 2, 1), make(1, 1, 3, 2, 2, 1)]
-    stacked = stack(several)
-    assert type(stacked) is type(several[0])
-    assert_products(stacked, torch.cat([block.form() for block in several]))
+    dense = torch.cat([block.form() for block in several])
+    with monkeypatch.context() as patch:
+        for kind in (Outer, TableRows, Patches, Sum):
+            patch.setattr(kind, "form", None)
+        stacked = stack(several)
+    assert stacked.is_factored is (name == "table")
+    assert_products(stacked, dense)
 
 
 def test_one_block_stacks_to_itself():
@@ -322,12 +349,11 @@ def test_draws_that_saw_the_same_images_open_them_once():
     first = patches(3, T=4, I=2)
     draws = [first, replace(first, left=randn(*first.left.shape))]
     shared = stack(draws)
-    assert isinstance(shared, Unopened)
+    assert isinstance(shared, Patches)
     assert shared.source is first.source
     assert_products(shared, torch.cat([draw.form() for draw in draws]))
-    twice = stack([shared, patches(2, T=4, I=2)])
-    assert isinstance(twice, Outer), "inputs that only some share are opened"
-    assert_products(twice.select(torch.arange(6)), shared.form())
+    twice = [shared, patches(2, T=4, I=2)]
+    assert_products(stack(twice), torch.cat([block.form() for block in twice]))
 
 
 def test_images_of_different_size_stack():
@@ -335,55 +361,12 @@ def test_images_of_different_size_stack():
     assert_products(stack([small, large]), torch.cat([small.form(), large.form()]))
 
 
-# ---- to form or not to form
-
-
-def test_forming_is_chosen_by_counted_cost():
-    long, wide = outer(4, T=50, O=2, I=2), outer(4, T=1, O=200, I=200)
-    assert is_formed(long, 1, Routes())
-    assert not is_formed(wide, 1, Routes())
-    assert is_formed(patches(4, T=50, O=2, I=2), 1, Routes())
-    assert not is_formed(patches(4, T=1, O=200, I=200), 1, Routes())
-    assert is_formed(long, 1, Routes(form_bytes=1)), "what does not fit is formed piece by piece"
-
-
-@pytest.mark.parametrize("rank", [0, 1, 50])
-@pytest.mark.parametrize("T", [1, 3, 40])
-@pytest.mark.parametrize("R", [2, 60])
-def test_forming_is_chosen_when_it_counts_less(R, T, rank):
-    """Against the counts themselves: Gram, 2L + 1 products and the squares, for both ways."""
-    block = Outer(torch.zeros(R, 1, T, 8), torch.zeros(R, 1, T, 9))
-    dense = Formed(torch.zeros(R, 72))
-    products = 2 * rank + 1
-    factored = R * R * T * T * (8 + 9) + products * R * T * 72
-    together = R * T * 72 + dense.costs[0] + products * dense.costs[1]
-    assert is_formed(block, rank, Routes()) is (together < factored)
-    closed = Unopened(block.left, torch.zeros(R, T, 9), 9, lambda x: x.unsqueeze(1))
-    assert is_formed(closed, rank, Routes()) is (together < factored)
-
-
-@pytest.mark.parametrize("make", [outer, patches, table], ids=["outer", "unopened", "table"])
-def test_routes_decide_where_they_say_something(make):
-    block = make(4)
-    routes = Routes(layers={"a.*": "form", "b": "factor"})
-    assert is_formed(block, 1, routes, "a.weight")
-    assert not is_formed(block, 1, routes, "b")
-    assert is_formed(block, 1, Routes(layers="form"))
-    assert not is_formed(block, 1, Routes(layers="factor"))
-
-
-def test_tables_are_formed_on_request_only_and_what_has_no_factors_always():
-    assert not is_formed(table(4), 1000, Routes())
-    assert is_formed(Formed(randn(4, 6)), 0, Routes(layers="factor"))
-    assert is_formed(Sum((table(4), outer(4))), 0, Routes(layers="factor"))
-
-
 # ---- blocks of several tensors that share memory
 
 
 @pytest.mark.parametrize("scales", [(2.0, 2.0), (2.0, 3.0)], ids=["one scale", "two scales"])
 @pytest.mark.parametrize("layers", ["auto", "form", "factor"])
-def test_a_bias_shares_the_product_of_its_weight(scales, layers):
+def test_a_bias_and_its_weight_may_share_their_memory(scales, layers):
     """Two draws on one batch: weight and bias hold the same δ, also after stacking; scales are worked in either way."""
     spec = ParamSpec(tuple("wbvus"), tuple(map(torch.Size, ((3, 2), (3,), (3, 4), (2,), (3,)))))
     inputs, others = randn(4, 1, 1, 2), randn(4, 1, 1, 4)
@@ -400,16 +383,15 @@ def test_a_bias_shares_the_product_of_its_weight(scales, layers):
         groups.append(RowGroup(4, parts, {}).scaled(scale))
         dense.append(scale * torch.cat([part.form() for part in parts.values()], dim=1))
     truth = torch.cat(dense)
-    operator = FactoredGradients(spec, groups, rank=1, like=inputs, routes=Routes(layers))
-    torch.testing.assert_close(operator.gram(), truth @ truth.T)
+    operator = FactoredGradients(spec, groups, like=inputs, routes=Routes(layers))
     torch.testing.assert_close(operator.form(), truth)
     torch.testing.assert_close(operator.sum(), truth.sum(0))
     torch.testing.assert_close(operator.square_sum(), truth.square().sum(0))
     C, W = randn(3, spec.num_params), randn(8, 2)
-    torch.testing.assert_close(operator.mm(C), truth @ C.T)
-    torch.testing.assert_close(operator.t_mm(W), W.T @ truth)
-    if len(set(scales)) == 1:
-        assert operator.blocks["w"].left.data_ptr() == operator.blocks["b"].rows.data_ptr()
+    gram, product, combined = products_of(operator, W, C)
+    torch.testing.assert_close(gram, truth @ truth.T)
+    torch.testing.assert_close(product, truth @ C.T)
+    torch.testing.assert_close(combined, W.T @ truth)
 
 
 def test_stacks_of_many_temporary_parts_are_not_confused():
@@ -419,7 +401,47 @@ def test_stacks_of_many_temporary_parts_are_not_confused():
     first = RowGroup(4, {name: outer(4) for name in names}, {})
     second = RowGroup(4, {name: Formed(randn(4, 6)) for name in names}, {})
     third = RowGroup(2, {}, {})
-    operator = FactoredGradients(spec, [third, first, second, third], rank=1, like=randn(1))
+    operator = FactoredGradients(spec, [third, first, second, third], like=randn(1))
     middle = [torch.cat([group.blocks[name].form() for group in (first, second)]) for name in names]
     zeros = torch.zeros(2, 48, dtype=torch.float64)
     torch.testing.assert_close(operator.form(), torch.cat([zeros, torch.cat(middle, dim=1), zeros]))
+
+
+# ---- transposed weights, and parts without copies
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_the_transposed_weight_has_transposed_gradients_in_the_same_memory(T):
+    block = outer(6, T=T, O=4, I=5)
+    swapped = block.transposed()
+    torch.testing.assert_close(swapped.form(), block.form().view(6, 4, 5).mT.flatten(1))
+    assert (swapped.left.data_ptr(), swapped.right.data_ptr()) == (block.right.data_ptr(), block.left.data_ptr())
+    torch.testing.assert_close(swapped.transposed().form(), block.form())
+
+
+@pytest.mark.parametrize("block", [outer(6, S=3), outer(6, G=2), outer(6, G=2, T=3, S=2)])
+def test_groups_and_shared_inputs_have_no_transposed_factors(block):
+    assert block.transposed() is None
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_some_outputs_are_views_of_the_factors(T):
+    block = outer(6, T=T, O=4, I=5)
+    part = block.narrow(5, 15)
+    assert part.right is block.right
+    assert part.left.untyped_storage().data_ptr() == block.left.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("make", [lambda: outer(6, G=2), lambda: patches(6, G=2), lambda: table(6)])
+def test_all_columns_are_the_block_itself(make):
+    block = make()
+    assert block.narrow(0, block.num_params) is block
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_results_are_added_to_every_other_row(name):
+    block = KINDS[name](6, 1, 3, 2, 2, 1)
+    onto, weights = randn(6, block.num_params + 5)[::2, 1 : 1 + block.num_params], randn(6, 3)
+    expected = onto + weights.T @ block.form()
+    block.add_t_mm(weights, onto)
+    torch.testing.assert_close(onto, expected)

@@ -49,7 +49,7 @@ def test_a_loss_computed_inside_the_model_is_told_apart_by_its_batched_output(en
     with capture.recording():
         case.model(*case.args)[0].backward()
     groups = capture.collect()
-    torch.testing.assert_close(rows_of(FactoredGradients(spec, groups, 1, truth)), truth, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(rows_of(FactoredGradients(spec, groups, truth)), truth, rtol=1e-10, atol=1e-10)
 
 
 class Masked(nn.Module):
@@ -83,7 +83,7 @@ def test_a_mask_that_comes_to_look_like_a_batch_is_seen_through():
         truth = loop_gradients(case)
         with capture.recording():
             squares(model(*case.args)).sum().backward()
-        operator = FactoredGradients(spec, capture.collect(), 1, truth)
+        operator = FactoredGradients(spec, capture.collect(), truth)
         torch.testing.assert_close(rows_of(operator), truth, rtol=1e-10, atol=1e-10)
 
 
@@ -106,7 +106,7 @@ def test_a_model_that_comes_to_reorder_its_batch_is_found_out_by_a_later_check()
         truth = loop_gradients(case)
         with capture.recording():
             squares(model(*case.args)).sum().backward()
-        rows = rows_of(FactoredGradients(spec, capture.collect(), 1, truth))
+        rows = rows_of(FactoredGradients(spec, capture.collect(), truth))
     torch.testing.assert_close(rows, truth, rtol=1e-10, atol=1e-10)
 
 

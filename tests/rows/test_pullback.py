@@ -238,7 +238,7 @@ def recorded(model: nn.Module, *args: Tensor, losses: Callable[[Tensor], Tensor]
         case.losses(case.model(*case.args)).sum().backward()
     (group,) = recorder.collect()
     assert not recorder.plans.latest().by_definition
-    operator = FactoredGradients(ParamSpec.of_module(case.model), [group], 1, truth)
+    operator = FactoredGradients(ParamSpec.of_module(case.model), [group], truth)
     torch.testing.assert_close(rows_of(operator), truth, rtol=1e-9, atol=1e-9)
     return group
 
@@ -301,7 +301,7 @@ def test_a_matrix_that_is_used_both_ways_round_is_one_product():
     group = recorded(Lambda(lambda x, w: torch.tanh(x @ w) @ w.T, w=(D, 3)), torch.randn(M, D))
     block = group.blocks["w"]
     assert isinstance(block, Outer)
-    assert block.sizes == (M, 1, 2, D, 3)
+    assert (block.left.shape, block.right.shape) == ((M, 1, 2, D), (M, 1, 2, 3))
 
 
 class Positions(nn.Module):

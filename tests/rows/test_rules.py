@@ -19,7 +19,7 @@ from rows.models import Lambda
 from slangvi.errors import UnsupportedModuleError
 from slangvi.params import ParamSpec
 from slangvi.rows import FactoredGradients, Formed, GradientRecorder, Meeting, Outer, RowGroup, TableRows, graph, rules
-from slangvi.rows.blocks import Block, Unopened
+from slangvi.rows.blocks import Block, Patches
 from slangvi.rows.rules import find_rule
 
 T, D = 4, 6
@@ -59,7 +59,7 @@ def recorded(
         case.losses(case.model(*case.args)).sum().backward()
     (group,) = recorder.collect()
     assert not recorder.plans.latest().by_definition
-    operator = FactoredGradients(ParamSpec.of_module(case.model), [group], 1, truth)
+    operator = FactoredGradients(ParamSpec.of_module(case.model), [group], truth)
     torch.testing.assert_close(rows_of(operator), truth, rtol=1e-9, atol=1e-9)
     return group, recorder
 
@@ -129,7 +129,7 @@ def test_linear_layers_of_any_size_keep_their_rows_as_factors(lead, inputs, outp
     model = nn.Sequential(nn.Linear(inputs, outputs, bias), nn.Tanh(), nn.Linear(outputs, 2))
     group, _ = recorded(model, x, num_examples=count)
     assert kinds(group)["0.weight"] == kinds(group)["2.weight"] == "Outer"
-    assert group.blocks["0.weight"].sizes[2] == torch.Size(lead).numel()
+    assert group.blocks["0.weight"].left.shape[2] == torch.Size(lead).numel()
 
 
 # ---- convolutions
@@ -163,7 +163,7 @@ def test_convolutions_of_any_kind_have_the_rows_of_a_loop(
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "bias": bias}
     layer = (turned if transposed else plain)(channels, 2 * groups, tuple(kernel[:dims]), **options)
     group, _ = recorded(layer, torch.randn(3, channels, *sizes), num_examples=3)
-    assert kinds(group)["weight"] == ("Formed" if transposed else "Unopened")
+    assert kinds(group)["weight"] == ("Formed" if transposed else "Patches")
     assert kinds(group).get("bias", "Formed") == "Formed"
 
 
@@ -173,7 +173,7 @@ def test_patches_are_not_made_before_they_are_needed(monkeypatch):
     monkeypatch.setattr(rules, "take_patches", lambda x, **sizes: opened.append(len(x)) or real(x, **sizes))
     group, _ = recorded(nn.Conv2d(2, 3, 3, padding=1), torch.randn(M, 2, 5, 5))
     block = group.blocks["weight"]
-    assert isinstance(block, Unopened)
+    assert isinstance(block, Patches)
     assert block.source.numel() == M * 2 * 5 * 5
     before = len(opened)
     block.form()
@@ -185,7 +185,7 @@ def test_patches_are_not_made_before_they_are_needed(monkeypatch):
 def test_convolutions_pad_as_they_say(mode):
     layer = nn.Conv2d(2, 3, (1, 3), padding="same", padding_mode=mode)
     group, _ = recorded(layer, torch.randn(M, 2, 5, 4))
-    assert kinds(group) == {"weight": "Unopened", "bias": "Formed"}
+    assert kinds(group) == {"weight": "Patches", "bias": "Formed"}
 
 
 def test_a_kernel_that_is_used_at_two_sizes_adds_up():
@@ -389,7 +389,7 @@ def test_a_rule_serves_chosen_examples():
     chosen = torch.randperm(M, generator=torch.Generator().manual_seed(0))[:2]
     with recorder.recording():
         squares(case.model(*case.args)).sum().backward()
-    rows = FactoredGradients(spec, recorder.collect(), 1, truth).form()
+    rows = FactoredGradients(spec, recorder.collect(), truth).form()
     torch.testing.assert_close(rows, (M / 2) ** 0.5 * truth[chosen])
 
 

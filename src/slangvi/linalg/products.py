@@ -18,6 +18,7 @@ __all__ = [
     "gram_float64",
     "is_long",
     "is_plain",
+    "mix_rows",
     "rows_dot",
     "rows_dot_vector",
 ]
@@ -30,12 +31,16 @@ _BLOCK = 1000
 _BLOCKS_AT_ONCE = 64
 _MOST_PARTS = 128
 # Entries of a vector that a CPU works on at once where there are several temporaries of its size.
-_CACHED = 1 << 16
+_CACHED = 1 << 18
 # From this length on rows are squared one after the other.
 _WIDE = 8000
 # Entries of long rows that one block of a GPU multiplies, and how many blocks it takes at once.
 _CHUNK = 1 << 10
 _GPU_BLOCKS = 1 << 12
+# Columns of a product of few long rows that are made at once, and rows from which on a CPU makes them in batches.
+_STRIP = 1 << 16
+_GPU_STRIP = 1 << 20
+_MANY_ROWS = 16
 
 
 def gram_float64(rows: Tensor, diag: Tensor | None = None) -> Tensor:
@@ -146,7 +151,7 @@ def cache_slices(vector: Tensor) -> list[slice]:
     by page.
 
     Example:
-        >>> len(cache_slices(torch.zeros(100_000))), cache_slices(torch.zeros(5))
+        >>> len(cache_slices(torch.zeros(500_000))), cache_slices(torch.zeros(5))
         (2, [slice(0, 5, None)])
     """
     size = vector.shape[-1]
@@ -157,6 +162,32 @@ def cache_slices(vector: Tensor) -> list[slice]:
 def batch_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the product of matrices or batches of them, without the reshaping that matmul does to a batch first."""
     return torch.bmm(a, b) if a.ndim == 3 == b.ndim and len(a) == len(b) else a @ b
+
+
+def mix_rows(weights: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Write W U for W (..., K, L) and U (..., L, P) to `out`, (..., K, P), which may be U itself.
+
+    Few long rows are taken in strips, on a CPU as batches of narrow products: one product with a matrix this wide takes
+    it up to three times as long.
+    """
+    if rows.ndim > 2 or 0 in rows.shape:
+        out.copy_(batch_matmul(weights, rows))
+        return
+    count, size, on_cpu = len(weights), rows.shape[1], rows.device.type == "cpu"
+    strip = min(size, _STRIP if on_cpu else _GPU_STRIP)
+    scratch = rows.new_empty(count * strip)
+    for start in range(0, size, max(1, strip)):
+        part, place = rows[:, start : start + strip], out[:, start : start + strip]
+        whole = part.shape[1] // _CHUNK * _CHUNK if on_cpu and len(rows) >= _MANY_ROWS else 0
+        if whole:
+            blocks = part[:, :whole].unflatten(1, (-1, _CHUNK)).transpose(0, 1)
+            batch = scratch[: count * whole].view(len(blocks), count, _CHUNK)
+            torch.bmm(weights.expand(len(blocks), -1, -1), blocks, out=batch)
+            rest = torch.mm(weights, part[:, whole:])
+            place[:, :whole].unflatten(1, (-1, _CHUNK)).copy_(batch.transpose(0, 1))
+            place[:, whole:] = rest
+        else:
+            place.copy_(torch.mm(weights, part, out=scratch[: count * part.shape[1]].view(count, -1)))
 
 
 def rows_dot_vector(rows: Tensor, vector: Tensor, dtype: torch.dtype | None = torch.float64) -> Tensor:

@@ -116,7 +116,7 @@ class FakeRun:
                     check_sums(groups[-1].blocks, groups[-1].totals, math.inf)
         recorder.close()
         with memory.phase(*FORM):  # rows of several draws are put together
-            return groups, FactoredGradients(self.spec, groups, settings.rank, state.loc, settings.routes_within_limit)
+            return groups, FactoredGradients(self.spec, groups, state.loc, settings.routes_within_limit)
 
     def _gather_by_function(self, state: slang.State, plans: Plans) -> tuple[Any, GradientOperator]:
         """Return the rows at all draws, and the draws."""

@@ -172,7 +172,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
         hyper, size = self._hyper, self.settings.num_data / self.settings.temperature
         routes = self.settings.routes_within_limit
-        gradients = FactoredGradients(self._spec, rows, self.rank, self._state.loc, routes)
+        gradients = FactoredGradients(self._spec, rows, self._state.loc, routes)
         alpha, beta = hyper.lr(), hyper.precision_lr(self._warming_step)
         rates: dict[str, Any] = {"lr": alpha, "precision_lr": beta, "momentum": hyper.momentum()}
         rates |= {"ages": hyper.ages(self._state.step + 1)}

@@ -112,7 +112,7 @@ class RowGatherer:
             groups.append(group)
             values.append(value)
         mean = checked_mean(torch.stack(values))
-        return FactoredGradients(spec, groups, self.rank, thetas.new_empty(0), self.routes), mean
+        return FactoredGradients(spec, groups, thetas.new_empty(0), self.routes), mean
 
     def _check_model(self, model: nn.Module, spec: ParamSpec) -> None:
         """Refuse a model whose examples have no gradients of their own, and parameters that it does not have."""
@@ -147,8 +147,6 @@ class RowGatherer:
         blocks = recording.blocks(theta.dtype)
         if chosen is None:
             return RowGroup(count, blocks, totals), values.detach()
-        weight = math.sqrt(count / len(chosen))
-        blocks = {name: block.scaled(weight) for name, block in blocks.items()}
         return RowGroup(count, blocks, totals, num_chosen=len(chosen)), values.detach()
 
     def choose(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor | None:

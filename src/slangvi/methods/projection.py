@@ -8,13 +8,13 @@ matrix over all parts, `decide` turns it into weights, and `project` gives the n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slangvi.linalg.products import batch_matmul, cache_slices, column_squares, gram_float64, rows_dot
+from slangvi.linalg.products import column_squares, gram_float64, mix_rows, rows_dot
 from slangvi.linalg.topk import (
     OVERSAMPLING,
     PRODUCTS,
@@ -27,7 +27,7 @@ from slangvi.linalg.topk import (
 )
 from slangvi.rows.operator import GradientOperator, SegmentRows
 
-__all__ = ["Decision", "LeadingEigenvectors", "Part", "Projected", "Projection", "choose_route"]
+__all__ = ["Decision", "LeadingEigenvectors", "Part", "Projection", "choose_route"]
 
 Number = float | Tensor
 Route = Literal["gram", "parameters", "applied", "diagonal"]
@@ -37,16 +37,22 @@ class Part(NamedTuple):
     """What a step knows about some columns; leading dimensions are runs in lockstep.
 
     Args:
+        columns: place in the flat vector.
         factor: U by rows, (..., L, n).
         diag: d, (..., n).
+        new_factor: memory for U⁺, which may be that of U.
+        new_diag: memory for d⁺, which may be that of d.
         rows: per-example gradients.
         prior_precision: λ, (..., n).
         precision_lr: β, a number, or (..., 1) where runs differ.
         gain: β times the weight of a squared row in Ĝ; likewise.
     """
 
+    columns: slice
     factor: Tensor
     diag: Tensor
+    new_factor: Tensor
+    new_diag: Tensor
     rows: SegmentRows
     prior_precision: Tensor
     precision_lr: Number
@@ -67,22 +73,6 @@ class Decision(NamedTuple):
     residual: Tensor
 
 
-class Projected(NamedTuple):
-    """The new precision of some columns.
-
-    Args:
-        factor: U⁺ by rows, (..., L, n).
-        diag: d⁺, (..., n).
-        trace: of (1−β)UUᵀ + βĜ, float64, (...).
-        clipped: sum of what rounding would have taken from d⁺ below its bound, float64, (...).
-    """
-
-    factor: Tensor
-    diag: Tensor
-    trace: Tensor
-    clipped: Tensor
-
-
 class Projection(Protocol):
     """One way back to the family."""
 
@@ -92,8 +82,13 @@ class Projection(Protocol):
     def decide(self, small: Tensor, parts: Callable[[], Iterable[Part]]) -> Decision:
         """Solve the small problem; the only place that waits for the device."""
 
-    def project(self, part: Part, decision: Decision, columns: slice) -> Projected:
-        """Return the new precision of one part."""
+    def project(self, part: Part, decision: Decision) -> tuple[Tensor, Tensor]:
+        """Write the new precision of one part.
+
+        Returns:
+            The trace of (1−β)UUᵀ + βĜ there, and the sum of what rounding would have taken from d⁺ below its bound;
+            float64, (...).
+        """
 
 
 def choose_route(rank: int, num_params: int, gradients: GradientOperator, dtype: torch.dtype) -> Route:
@@ -222,7 +217,8 @@ class LeadingEigenvectors:
             unit, image = block / lengths, torch.zeros_like(block)
             for part in parts():
                 keep, gain = (1 - part.precision_lr) ** 0.5, part.gain**0.5
-                rows = self._combine(part, unit)
+                rows = part.factor.new_empty(unit.shape[1], part.factor.shape[1])
+                self._combine(part, unit, rows)
                 image[:rank] += rows_dot(part.factor, rows, torch.float64) * keep
                 image[rank:] += part.rows.mm(rows) * gain
             return image.mul_(lengths)
@@ -231,45 +227,35 @@ class LeadingEigenvectors:
         found, done = iterate(apply, starting_block(like, rank, start), rank, 10 * tolerance)
         return found if bool(done) else None
 
-    def _combine(self, part: Part, weights: Tensor) -> Tensor:
-        """Return WᵀC of one part for W (..., L + R, K), (..., K, n)."""
+    def _combine(self, part: Part, weights: Tensor, out: Tensor) -> None:
+        """Write WᵀC of one part for W (..., L + R, K) to `out`, (..., K, n), which may be the part's own U."""
         # Roots are multiplied in before anything is rounded: that of √(1−β) would be the same at every step.
         old = (weights[..., : self.rank, :] * _matrix((1 - part.precision_lr) ** 0.5)).to(self.dtype)
         new = (weights[..., self.rank :, :] * _matrix(part.gain**0.5)).to(self.dtype)
-        found = batch_matmul(old.mT, part.factor)
+        mix_rows(old.mT, part.factor, out)
         if self.rank:
-            part.rows.add_t_mm(new, found)
-        return found
+            part.rows.add_t_mm(new, out)
 
-    def project(self, part: Part, decision: Decision, columns: slice) -> Projected:
-        """Return the new precision of one part."""
-        if self.route == "parameters":
-            factor = decision.weights.mT[..., columns].to(self.dtype).contiguous()
-        else:
-            factor = self._combine(part, decision.weights)
-        squares, diag = part.rows.square_sum(), torch.empty_like(part.diag)
-        trace: Any = 0.0
-        clipped: Any = 0.0
-        for cut in cache_slices(part.diag):
-            found = self._diagonal_of(part, squares[..., cut], factor[..., cut], cut)
-            diag[..., cut] = found[0]
-            trace, clipped = trace + found[1], clipped + found[2]
-        return Projected(factor, diag, trace, clipped)
-
-    def _diagonal_of(self, part: Part, squares: Tensor, factor: Tensor, cut: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return d⁺ of some columns, the trace of A there, and what rounding would have taken from d⁺."""
-        beta, precision = part.precision_lr, part.prior_precision[..., cut]
+    def project(self, part: Part, decision: Decision) -> tuple[Tensor, Tensor]:
+        """Write the new precision of one part; return the trace of A there, and what rounding would take from d⁺."""
+        beta, precision = part.precision_lr, part.prior_precision
         # In float64: what is left of the diagonal beside U⁺ may be far smaller, and a rounding that is alike at every
         # step would add up.
-        whole = column_squares(part.factor[..., cut]).to(torch.float64).mul_(_fitted(1 - beta))
-        whole.add_(squares.to(torch.float64).mul_(_fitted(part.gain)))
-        trace = whole.sum(-1)
-        base = torch.lerp(part.diag[..., cut], precision, _fitted(beta, part.diag))
+        left = column_squares(part.factor).double().mul_(1 - beta)
+        left += part.rows.square_sum().double().mul_(part.gain)
+        trace = left.sum(-1)
+        if self.route == "parameters":
+            part.new_factor.copy_(decision.weights.mT[..., part.columns])
+        else:
+            self._combine(part, decision.weights, part.new_factor)
+        base = torch.lerp(part.diag, precision, _fitted(beta, part.diag))
+        floor = torch.minimum(base, precision).double()
         # What U⁺ does not hold of the diagonal is added as it is, with the sign that rounding may give it: the next
         # step has the same rounding of U⁺ with the other sign. The positive half alone would add up to more than d.
-        whole.sub_(column_squares(factor)).add_(base)
-        diag = torch.maximum(whole, torch.minimum(base, precision))
-        return diag, trace, diag.sub(whole).sum(-1)
+        left.sub_(column_squares(part.new_factor).double()).add_(base.double())
+        diag = torch.maximum(left, floor, out=floor)
+        part.new_diag.copy_(diag)
+        return trace, diag.sub_(left).sum(-1)
 
 
 def _matrix(number: Number) -> Number:
@@ -277,6 +263,6 @@ def _matrix(number: Number) -> Number:
     return number.unsqueeze(-1) if isinstance(number, Tensor) and number.ndim else number
 
 
-def _fitted(number: Number, like: Tensor | None = None) -> Number:
-    """Return a number in the dtype of a tensor, or in float64, so that no vector is widened."""
-    return number.to(torch.float64 if like is None else like.dtype) if isinstance(number, Tensor) else number
+def _fitted(number: Number, like: Tensor) -> Number:
+    """Return a number in the dtype of a tensor, so that no vector is widened."""
+    return number.to(like.dtype) if isinstance(number, Tensor) else number

@@ -1,6 +1,6 @@
 r"""One step of a Gaussian with precision UUᵀ + diag d, streamed over segments of the parameters.
 
-Two passes over the segments find the new precision (see `projection`), a third moves the mean:
+Two passes over the segments find the new precision (see `projection`), two more over U move the mean:
 
 $$ m^+ = \gamma m + (1-\gamma)\tfrac{N}{R}\textstyle\sum_r g_r, \qquad
    \mu^+ = \mu - \alpha\,(U^+U^{+\top} + \mathrm{diag}\,d^+)^{-1}
@@ -28,14 +28,15 @@ from slangvi.methods.projection import Decision, LeadingEigenvectors, Part, Proj
 from slangvi.params import ParamSpec
 from slangvi.params.state import require_finite
 from slangvi.priors import Prior
-from slangvi.rows.operator import GradientOperator, SegmentRows
+from slangvi.rows.operator import GradientOperator
 from slangvi.schedules import Rate
 
 __all__ = ["GRADIENT_REMEDY", "STATE_REMEDY", "Diagnostics", "Rates", "Tensors", "take_step"]
 
 Number = float | Tensor
-# Entries of a new factor that a CPU makes at once.
-_PIECE = 1 << 20
+# Columns, and entries of the factor, that a CPU makes at once: temporaries then stay in its cache.
+_COLUMNS = 1 << 17
+_PIECE = 1 << 21
 GRADIENT_REMEDY = (
     "Look for NaN, Inf or huge values (squares must fit the dtype) in the inputs and the loss, or skip this batch."
 )
@@ -90,28 +91,6 @@ class Diagnostics(NamedTuple):
     clipped: Tensor
 
 
-class Columns(NamedTuple):
-    """Views of everything that a step needs of one segment.
-
-    Args:
-        place: of the segment in the flat vector.
-        old: tensors of the state before the step.
-        new: tensors that the state after the step is written to.
-        total: Σ_r g_r, (..., n).
-        prior: λ and μ₀.
-        rates: of this step.
-        rows: per-example gradients; None where they are not needed.
-    """
-
-    place: slice
-    old: Tensors
-    new: Tensors
-    total: Tensor
-    prior: Prior
-    rates: Rates
-    rows: SegmentRows | None
-
-
 class Step:
     """The arithmetic of one step, pass by pass; `take_step` runs the passes.
 
@@ -144,69 +123,18 @@ class Step:
         route = choose_route(rank, size, gradients, old.loc.dtype)
         self.projection: Projection = LeadingEigenvectors(old.prec_factor, route)
 
-    def columns(self) -> Iterator[Columns]:
-        """Yield the segments of all tensors, with their rows."""
+    def parts(self, most: int | None = None) -> Iterator[Part]:
+        """Yield the segments of the precision with their rows, in pieces of at most so many columns if it is given."""
         cuts = [end for end, _ in self.ends]
         for place, rows in self.gradients.segments(cuts):
-            beta = self.ends[bisect_right(cuts, place.start)][1]
-            yield self.view(place, beta, rows)
-
-    def pieces(self) -> Iterator[Columns]:
-        """Yield the segments, on a CPU in pieces whose new factor it need not ask the system for page by page."""
-        rank, size = self.old.prec_factor.shape[-2:]
-        most = max(1, _PIECE // max(1, rank)) if self.old.loc.device.type == "cpu" else size
-        for columns in self.columns():
-            if columns.rows is None or columns.place.stop - columns.place.start <= most:
-                yield columns
-                continue
-            start, beta = columns.place.start, columns.rates.precision_lr.value
-            for cut, rows in columns.rows.pieces(most):
-                yield self.view(slice(start + cut.start, start + cut.stop), beta, rows)
-
-    def view(self, place: slice, precision_lr: Number, rows: SegmentRows | None) -> Columns:
-        """Return some columns of everything."""
-        size = self.old.loc.shape[-1]
-        alpha, gamma, correction = (_cut(x, place, size) for x in (self.rates.lr, *self.rates[2:]))
-        return Columns(
-            place,
-            Tensors(*(x[..., place] for x in self.old)),
-            Tensors(*(x[..., place] for x in self.new)),
-            self.total[..., place],
-            Prior(self.prior.precision[..., place], self.prior.mean[..., place]),
-            Rates(alpha, Rate(precision_lr), gamma, correction),
-            rows,
-        )
-
-    def slices(self) -> Iterator[Columns]:
-        """Yield the segments, on a CPU in pieces that its cache holds; rows are not looked at."""
-        start = 0
-        for end, beta in self.ends:
-            for cut in cache_slices(self.old.loc[..., start:end]):
-                yield self.view(slice(start + cut.start, start + cut.stop), beta, None)
-            start = end
-
-    def parts(self) -> Iterator[Part]:
-        """Yield the segments as projections see them."""
-        for columns in self.columns():
-            yield self.part(columns)
-
-    def part(self, columns: Columns) -> Part:
-        """Return one segment as projections see it."""
-        beta, old = columns.rates.precision_lr.value, columns.old
-        assert columns.rows is not None
-        gain = beta * self.weight * self.gradients.scale**2
-        return Part(old.prec_factor, old.prec_diag, columns.rows, columns.prior.precision, beta, gain)
-
-    def average(self, columns: Columns) -> Tensor:
-        """Return m⁺."""
-        old, gamma = columns.old, columns.rates.momentum
-        return torch.lerp(columns.total * _fit(self.weight, old.loc), old.momentum, _fit(gamma, old.loc))
-
-    def slope(self, columns: Columns, average: Tensor | None = None) -> Tensor:
-        """Return the gradient of the mean, from m⁺ or from what has been written of it."""
-        loc, prior = columns.old.loc, columns.prior
-        debiased = (columns.new.momentum if average is None else average) / _fit(columns.rates.correction, loc)
-        return torch.addcmul(debiased, prior.precision, loc - prior.mean)
+            beta, start = self.ends[bisect_right(cuts, place.start)][1], place.start
+            is_small = most is None or place.stop - start <= most
+            pieces = [(slice(0, place.stop - start), rows)] if is_small else rows.pieces(most or 0)
+            for cut, some in pieces:
+                columns = slice(start + cut.start, start + cut.stop)
+                old, new = ((x.prec_factor[..., columns], x.prec_diag[..., columns]) for x in (self.old, self.new))
+                gain = beta * self.weight * self.gradients.scale**2
+                yield Part(columns, *old, *new, some, self.prior.precision[..., columns], beta, gain)
 
     # ---- the passes
 
@@ -225,58 +153,58 @@ class Step:
         edges = [*torch.aminmax(old.prec_diag), *torch.aminmax(prior.precision)]
         total, average, loc, mean, *bounds = torch.stack(norms + edges).tolist()
         lowest, highest = min(bounds[0], bounds[2]), max(bounds[1], bounds[3])
-        slope = (_largest(self.weight) * total + average) / _smallest(rates.correction) + highest * (loc + mean)
-        step = _largest(rates.lr) * slope / lowest if lowest > 0 else math.inf
+        weight, rate = (float(x.max() if isinstance(x, Tensor) else x) for x in (self.weight, rates.lr))
+        correction = float(rates.correction.min() if isinstance(rates.correction, Tensor) else rates.correction)
+        slope = (weight * total + average) / correction + highest * (loc + mean)
+        step = rate * slope / lowest if lowest > 0 else math.inf
         limit = 0.1 * torch.finfo(old.loc.dtype).max
         return bool(trace + 2 * highest < limit and step + loc < limit)
 
     def update_precision(self, decision: Decision) -> Diagnostics:
-        """Write U⁺, d⁺ and m⁺; return what is known about them."""
-        trace: Any = 0.0
-        clipped: Any = 0.0
-        self.seen: Any = 0.0
-        for columns in self.pieces():
-            found = self.projection.project(self.part(columns), decision, columns.place)
-            trace, clipped = trace + found.trace, clipped + found.clipped
-            columns.new.prec_factor.copy_(found.factor)
-            columns.new.prec_diag.copy_(found.diag)
-            for cut in cache_slices(found.diag):
-                some = self.view(slice(columns.place.start + cut.start, columns.place.start + cut.stop), 0.0, None)
-                average = self.average(some)
-                scaled = self.slope(some, average).div_(some.new.prec_diag)
-                self.seen = self.seen + rows_dot_vector(some.new.prec_factor, scaled)
-                some.new.momentum.copy_(average)
-        dtype = self.old.loc.dtype
-        return Diagnostics(decision.spectrum, trace.to(dtype), decision.residual, clipped.to(dtype))
+        """Write U⁺ and d⁺; return what is known about them."""
+        rank, dtype = self.old.prec_factor.shape[-2], self.old.loc.dtype
+        most = min(_COLUMNS, max(1, _PIECE // max(1, rank))) if self.old.loc.device.type == "cpu" else None
+        found = [self.projection.project(part, decision) for part in self.parts(most)]
+        trace, clipped = (torch.stack(x).sum(0).to(dtype) for x in zip(*found, strict=True))
+        return Diagnostics(decision.spectrum, trace, decision.residual, clipped)
 
     def update_mean(self) -> LowRankPrecision:
-        """Write μ⁺; return the new precision, factorised.
+        """Write m⁺ and μ⁺; return the new precision, factorised.
 
         D⁻¹(x − U (I + VᵀV)⁻¹ Uᵀ D⁻¹x) loses as many digits along U as U dominates D by, and a mean that moves by what
         is left there would run away. In float32 it is mended: Uᵀy of the result y is known beforehand, as
         (I + VᵀV)⁻¹ Uᵀ D⁻¹x.
         """
-        # Not added up over segments: a run that is taken up again factorises all columns at once, and must round alike.
-        precision = factorize(self.new.prec_factor, self.new.prec_diag)
+        factor, diag, loc = self.new.prec_factor, self.new.prec_diag, self.old.loc
+        precision, change = factorize(factor, diag), self.total
+        for cut in cache_slices(loc):
+            slope = self._slope(cut)
+            torch.div(slope, 1.0 if precision.is_narrow else diag[..., cut], out=change[..., cut])
         if precision.is_narrow:
-            solved = precision.solve(torch.cat([self.slope(some) for some in self.slices()], -1))
-            torch.sub(self.old.loc, solved.mul_(_fit(self.rates.lr, solved)), out=self.new.loc)
-            return precision
-        inner = precision.solve_capacitance(self.seen)
-        dtype, mends = self.old.loc.dtype, self.old.loc.dtype is not torch.float64
-        seen: Any = 0.0
-        for some in self.slices():
-            new = some.new
-            solved = self.slope(some).sub_(combine_rows(inner.to(dtype), new.prec_factor)).div_(new.prec_diag)
-            if mends:
-                seen = seen + rows_dot_vector(new.prec_factor, solved)
-            torch.sub(some.old.loc, solved.mul_(_fit(some.rates.lr, solved)), out=new.loc)
-        if mends and self.new.prec_factor.shape[-2]:
-            missing = precision.solve_capacitance(inner - seen).to(dtype)
-            for some in self.slices():
-                change = combine_rows(missing, some.new.prec_factor).div_(some.new.prec_diag)
-                some.new.loc.sub_(change.mul_(_fit(some.rates.lr, change)))
+            change = precision.solve(change)
+        elif factor.shape[-2]:
+            inner = precision.solve_capacitance(rows_dot_vector(factor, change))
+            self._add_combination(change, -inner)
+            if loc.dtype is not torch.float64:
+                missing = precision.solve_capacitance(inner - rows_dot_vector(factor, change))
+                self._add_combination(change, missing)
+        torch.sub(loc, change.mul_(_fit(self.rates.lr, loc)), out=self.new.loc)
         return precision
+
+    def _slope(self, cut: slice) -> Tensor:
+        """Write m⁺ of some columns; return the gradient of the mean there."""
+        loc, size = self.old.loc[..., cut], self.old.loc.shape[-1]
+        gamma, correction = (_fit(_cut(x, cut, size), loc) for x in (self.rates.momentum, self.rates.correction))
+        average = torch.lerp(self.total[..., cut] * _fit(self.weight, loc), self.old.momentum[..., cut], gamma)
+        self.new.momentum[..., cut] = average
+        offset = loc - self.prior.mean[..., cut]
+        return torch.addcmul(average.div_(correction), self.prior.precision[..., cut], offset)
+
+    def _add_combination(self, change: Tensor, weights: Tensor) -> None:
+        """Add D⁻¹Uy to a vector."""
+        factor, diag, y = self.new.prec_factor, self.new.prec_diag, weights.to(change.dtype)
+        for cut in cache_slices(change):
+            change[..., cut].addcdiv_(combine_rows(y, factor[..., cut]), diag[..., cut])
 
 
 def take_step(
@@ -354,19 +282,8 @@ def _ends(spec: ParamSpec, rate: Rate) -> Sequence[tuple[int, Number]]:
 
 
 def _cut(number: Number, place: slice, size: int) -> Number:
-    """Return the part of what differs by column."""
-    is_vector = isinstance(number, Tensor) and number.ndim > 0 and number.shape[-1] == size and number.ndim == 1
-    return number[place] if is_vector and isinstance(number, Tensor) else number
-
-
-def _largest(number: Number) -> float:
-    """Return the largest of what differs by column or run."""
-    return float(number.max()) if isinstance(number, Tensor) else float(number)
-
-
-def _smallest(number: Number) -> float:
-    """Return the smallest of what differs by column or run."""
-    return float(number.min()) if isinstance(number, Tensor) else float(number)
+    """Return the part of a number that differs by column."""
+    return number[place] if isinstance(number, Tensor) and number.shape == (size,) else number
 
 
 def _fit(number: Number, like: Tensor) -> Any:

@@ -1,21 +1,332 @@
-"""Per-example gradients of one parameter tensor, in whichever form is cheapest to hold. See `base` for the legend."""
+"""Per-example gradients of one parameter tensor, as rows or as the factors that they are made of.
+
+Index legend: r row (example at a sample) · t position (time, pixel, repeated use) · g group · o output · i input ·
+k column of the other operand · p entry of the parameter tensor · v row of an embedding table.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slangvi.rows.base import CHUNK_BYTES, Block, Formed
-from slangvi.rows.outer import Outer, Unopened
-from slangvi.types import Routes
+__all__ = ["Block", "Formed", "Outer", "Patches", "Stacked", "Sum", "TableRows", "add", "stack"]
 
-__all__ = ["Block", "Formed", "Memo", "Outer", "Sum", "TableRows", "Unopened", "add", "is_formed", "place", "stack"]
+# Largest temporary of products that work in pieces.
+CHUNK_BYTES = 1 << 24
+
+
+class Block(ABC):
+    """R per-example gradients of one parameter tensor with p entries.
+
+    Products are taken of the formed rows unless a kind of block knows better.
+    """
+
+    # Whether products need no formed rows.
+    is_factored = False
+    # Columns that `narrow` cannot part: it takes multiples of this number.
+    grain = 1
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """R."""
+
+    @property
+    @abstractmethod
+    def num_params(self) -> int:
+        """Entries of the parameter tensor, p."""
+
+    @property
+    def costs(self) -> tuple[int, int]:
+        """Multiplications of `gram`, and of `mm` or `add_t_mm` for one column."""
+        return self.num_rows**2 * self.num_params, self.num_rows * self.num_params
+
+    @property
+    def temporary(self) -> int:
+        """Entries that `mm` and `add_t_mm` allocate for one column."""
+        return 0
+
+    @abstractmethod
+    def form(self) -> Tensor:
+        """Return the gradients themselves, (R, p)."""
+
+    def sum(self) -> Tensor:
+        """Return Σ_r g_r, (p,)."""
+        return self.form().sum(0)
+
+    def square_sum(self) -> Tensor:
+        """Return Σ_r g_r ∘ g_r, (p,)."""
+        return torch.cat([_column_sums(piece.form().square()) for piece in self.pieces()])
+
+    def gram(self) -> Tensor:
+        """Return G Gᵀ, (R, R)."""
+        rows = self.form()
+        return rows @ rows.mT
+
+    def mm(self, rows: Tensor) -> Tensor:
+        """Return G Cᵀ for C (K, p), (R, K)."""
+        return self.form() @ rows.mT
+
+    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
+        """Add Wᵀ G for W (R, K) to a (K, p) tensor, which may be a slice of a wider one."""
+        _add_product(onto, weights.mT, self.form())
+
+    @abstractmethod
+    def narrow(self, start: int, stop: int) -> Block:
+        """Return the columns from `start` to `stop`, multiples of `grain`."""
+
+    @abstractmethod
+    def to_dtype(self, dtype: torch.dtype) -> Block:
+        """Return the same gradients in another dtype."""
+
+    @abstractmethod
+    def scaled(self, factor: float) -> Block:
+        """Return the gradients times a number."""
+
+    def zero_rows(self, count: int, like: Tensor) -> Block:
+        """Return zero gradients of the same tensor for other examples, in a form that stacks with this one."""
+        return Formed(like.new_zeros(1, 1).expand(count, self.num_params))
+
+    def pieces(self) -> Iterator[Block]:
+        """Yield all columns in turn, so few at a time that their rows fit `CHUNK_BYTES`."""
+        step = max(1, CHUNK_BYTES // (8 * max(1, self.num_rows) * self.grain)) * self.grain
+        for start in range(0, self.num_params, step):
+            yield self.narrow(start, min(start + step, self.num_params))
+
+
+@dataclass(frozen=True)
+class Formed(Block):
+    """Gradients as they are: of small tensors (biases, norms), and of nodes without a rule.
+
+    Args:
+        rows: (R, p).
+    """
+
+    rows: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.rows.shape[0]
+
+    @property
+    def num_params(self) -> int:
+        """Columns of the rows, p."""
+        return self.rows.shape[1]
+
+    def form(self) -> Tensor:
+        """Return the rows."""
+        return self.rows
+
+    def square_sum(self) -> Tensor:
+        """Return Σ_r g_r ∘ g_r, (p,)."""
+        return _column_sums(self.rows.square())
+
+    def narrow(self, start: int, stop: int) -> Formed:
+        """Return some columns, as a view."""
+        return Formed(self.rows[:, start:stop])
+
+    def to_dtype(self, dtype: torch.dtype) -> Formed:
+        """Return the rows in another dtype."""
+        return Formed(self.rows.to(dtype))
+
+    def scaled(self, factor: float) -> Formed:
+        """Return the rows times a number."""
+        return Formed(self.rows * factor)
+
+
+@dataclass(frozen=True)
+class Outer(Block):
+    """Sums of outer products, g_r = Σ_t δ_rt ⊗ a_rt: weights of linear layers.
+
+    With one group and one position nothing is ever formed. Draws of the weights that saw the same inputs share one copy
+    of them: `right` may have R/S rows, row r of `left` then belongs to row r mod R/S of `right`. Work on the inputs is
+    done once instead of S times.
+
+    Args:
+        left: δ, (R, G, T, O).
+        right: a, (R/S, G, T, I).
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.left.shape[0]
+
+    @property
+    def num_params(self) -> int:
+        """G·O·I."""
+        return self.left.shape[1] * self.left.shape[3] * self.right.shape[3]
+
+    @property
+    def copies(self) -> int:
+        """Return S, how often each row of `right` is used."""
+        return self.left.shape[0] // max(1, self.right.shape[0])
+
+    @property
+    def is_factored(self) -> bool:  # type: ignore[override]
+        """Whether there is one group and one position."""
+        return self.left.shape[1] == self.left.shape[2] == 1
+
+    @property
+    def grain(self) -> int:  # type: ignore[override]
+        """I, or all columns where there are several groups."""
+        return self.right.shape[3] if self.left.shape[1] == 1 else self.num_params
+
+    @property
+    def costs(self) -> tuple[int, int]:
+        """Multiplications of δδᵀ and aaᵀ, and of C_k a and its product with δ."""
+        if not self.is_factored:
+            return super().costs
+        R, O, inputs, I = self.num_rows, self.left.shape[3], len(self.right), self.right.shape[3]  # noqa: E741
+        return R * R * O + inputs * inputs * I, O * (inputs * I + R)
+
+    @property
+    def temporary(self) -> int:
+        """R·O."""
+        return self.left.shape[0] * self.left.shape[3] if self.is_factored else 0
+
+    def form(self) -> Tensor:
+        """Return the gradients themselves, (R, p)."""
+        left, right = self.left, self.right
+        if self.copies > 1:
+            right = right.repeat(self.copies, 1, 1, 1)
+        # One position: nothing to add up, and a product of many 1-by-n matrices would be slow.
+        return (left.mT * right if left.shape[2] == 1 else left.mT @ right).flatten(1)
+
+    def sum(self) -> Tensor:
+        """Return one product over rows and positions together, (p,)."""
+        left = self.left.unflatten(0, (self.copies, -1)).sum(0) if self.copies > 1 else self.left
+        left, right = (x.transpose(0, 1).flatten(1, 2) for x in (left, self.right))
+        return (left.mT @ right).flatten()
+
+    def square_sum(self) -> Tensor:
+        """Return (δ²)ᵀ(a²), (p,)."""
+        return Outer(self.left.square(), self.right.square()).sum() if self.is_factored else super().square_sum()
+
+    def gram(self) -> Tensor:
+        """Return δδᵀ ∘ aaᵀ, the latter repeated for draws that share their inputs, (R, R)."""
+        if not self.is_factored:
+            return super().gram()
+        left, right = self.left[:, 0, 0], self.right[:, 0, 0]
+        found, inputs = left @ left.mT, right @ right.mT
+        shape = (self.copies, len(right))
+        found.unflatten(0, shape).unflatten(2, shape).mul_(inputs[None, :, None, :])
+        return found
+
+    def mm(self, rows: Tensor) -> Tensor:
+        """Return δ_rᵀ C_k a_r: the products C_k a first, then their contraction with δ, (R, K)."""
+        if not self.is_factored:
+            return super().mm(rows)
+        left, right = self.left[:, 0, 0].unflatten(0, (self.copies, 1, -1)), self.right[:, 0, 0]
+        seen = right @ rows.unflatten(1, (-1, right.shape[1])).mT
+        found: Tensor = (left * seen).sum(-1)
+        return found.transpose(0, 1).flatten(1).mT
+
+    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
+        """Add Σ_r w_rk δ_r ⊗ a_r: w δ first, then one product with a, (K, p)."""
+        if not self.is_factored:
+            super().add_t_mm(weights, onto)
+            return
+        left, right = self.left[:, 0, 0], self.right[:, 0, 0]
+        mixed = weights.mT.unsqueeze(-1) * left
+        if self.copies > 1:
+            mixed = mixed.unflatten(1, (self.copies, -1)).sum(1)
+        table = onto.unflatten(1, (left.shape[1], -1))
+        _add_product(table, mixed.mT, right.expand(len(mixed), -1, -1))
+
+    def narrow(self, start: int, stop: int) -> Outer:
+        """Return some outputs."""
+        if (start, stop) == (0, self.num_params):
+            return self
+        width = self.right.shape[3]
+        return Outer(self.left[..., start // width : stop // width], self.right)
+
+    def to_dtype(self, dtype: torch.dtype) -> Outer:
+        """Return the factors in another dtype."""
+        return Outer(self.left.to(dtype), self.right.to(dtype))
+
+    def scaled(self, factor: float) -> Outer:
+        """Return the gradients times a number."""
+        return Outer(self.left * factor, self.right)
+
+    def zero_rows(self, count: int, like: Tensor) -> Outer:
+        """Return zero factors with one position."""
+        groups = self.left.shape[1]
+        return Outer(*(like.new_zeros(count, groups, 1, x.shape[3]) for x in (self.left, self.right)))
+
+    def transposed(self) -> Outer | None:
+        """Return the gradients of the transposed weight, if there is one group and no sharing of inputs."""
+        return Outer(self.right, self.left) if self.left.shape[1] == 1 == self.copies else None
+
+
+@dataclass(frozen=True)
+class Patches(Block):
+    """Outer products with patches of images, which are many times larger than the images and made when they are needed.
+
+    Args:
+        left: δ, (R, G, T, O).
+        source: x, (R/S, ...); draws of the weights may share it.
+        width: I.
+        open: some rows of x → as many of a, (..., G, T, I).
+    """
+
+    left: Tensor
+    source: Tensor
+    width: int
+    open: Callable[[Tensor], Tensor]
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.left.shape[0]
+
+    @property
+    def num_params(self) -> int:
+        """G·O·I."""
+        return self.left.shape[1] * self.left.shape[3] * self.width
+
+    @property
+    def grain(self) -> int:  # type: ignore[override]
+        """I, or all columns where there are several groups."""
+        return self.width if self.left.shape[1] == 1 else self.num_params
+
+    def form(self) -> Tensor:
+        """Return the gradients themselves, some rows of x at a time, (R, p)."""
+        left = self.left.unflatten(0, (-1, max(1, len(self.source))))
+        copies, count, groups, positions, outputs = left.shape
+        bytes_each = groups * positions * max(self.width, copies * outputs) * left.element_size()
+        step = max(1, CHUNK_BYTES // max(1, bytes_each))
+        rows: Tensor = left.new_empty(copies, count, self.num_params)
+        for start in range(0, count, step):
+            part = slice(start, start + step)
+            rows[:, part] = (left[:, part].mT @ self.open(self.source[part])).flatten(2)
+        return rows.flatten(0, 1)
+
+    def narrow(self, start: int, stop: int) -> Patches:
+        """Return some outputs."""
+        if (start, stop) == (0, self.num_params):
+            return self
+        return replace(self, left=self.left[..., start // self.width : stop // self.width])
+
+    def to_dtype(self, dtype: torch.dtype) -> Patches:
+        """Return the factors in another dtype."""
+        return replace(self, left=self.left.to(dtype), source=self.source.to(dtype))
+
+    def scaled(self, factor: float) -> Patches:
+        """Return the gradients times a number."""
+        return replace(self, left=self.left * factor)
 
 
 @dataclass(frozen=True)
@@ -26,13 +337,13 @@ class TableRows(Block):
         index: rows of the table, (R, T) integers.
         values: what is added there, (R, T, D).
         table_rows: number of rows V of the table, p = V·D.
-        chunk_bytes: largest temporary of a product.
     """
 
     index: Tensor
     values: Tensor
     table_rows: int
-    chunk_bytes: int = CHUNK_BYTES
+
+    is_factored = True
 
     @property
     def num_rows(self) -> int:
@@ -40,33 +351,41 @@ class TableRows(Block):
         return self.index.shape[0]
 
     @property
+    def num_params(self) -> int:
+        """V·D."""
+        return self.table_rows * self.values.shape[-1]
+
+    @property
+    def grain(self) -> int:  # type: ignore[override]
+        """D."""
+        return self.values.shape[-1]
+
+    @property
     def costs(self) -> tuple[int, int]:
-        """All pairs of entries, and every entry once."""
-        entries = self.index.numel()
-        return entries * entries * self.values.shape[-1], self.values.numel()
+        """Multiplications of all pairs of entries, and of every entry once."""
+        return self.index.numel() ** 2 * self.values.shape[-1], self.values.numel()
 
     def form(self) -> Tensor:
-        """(R, p)."""
+        """Return the gradients themselves, (R, p)."""
         dense = self.values.new_zeros(self.num_rows, self.table_rows, self.values.shape[-1])
-        place = self.index.unsqueeze(-1).expand_as(self.values)
-        return dense.scatter_add_(1, place, self.values).flatten(1)
+        return dense.scatter_add_(1, self.index.unsqueeze(-1).expand_as(self.values), self.values).flatten(1)
 
     def sum(self) -> Tensor:
-        """(p,)."""
+        """Return Σ_r g_r, (p,)."""
         table = self.values.new_zeros(self.table_rows, self.values.shape[-1])
         return table.index_add_(0, self.index.flatten(), self.values.flatten(0, 1)).flatten()
 
-    def square_sum(self, squares: Tensor | None = None) -> Tensor:
-        """(p,); there is no δ whose squares could be given."""
+    def square_sum(self) -> Tensor:
+        """Return Σ_r g_r ∘ g_r, (p,)."""
         _, word, values = self._coalesced()
         table = self.values.new_zeros(self.table_rows, self.values.shape[-1])
         return table.index_add_(0, word, values.square()).flatten()
 
     def gram(self) -> Tensor:
-        """Σ over pairs of touched entries that share a table row, (R, R)."""
+        """Return the sum over pairs of touched entries that share a table row, (R, R)."""
         row, word, values = self._coalesced()
         result = self.values.new_zeros(self.num_rows, self.num_rows)
-        step = max(1, self.chunk_bytes // max(1, 2 * len(row) * values.element_size()))
+        step = max(1, CHUNK_BYTES // max(1, 2 * len(row) * values.element_size()))
         for start in range(0, len(row), step):
             part = slice(start, start + step)
             shared = (values[part] @ values.mT) * (word[part, None] == word)
@@ -75,85 +394,63 @@ class TableRows(Block):
         return result
 
     def mm(self, rows: Tensor) -> Tensor:
-        """(R, K)."""
+        """Return G Cᵀ for C (K, p), (R, K)."""
         table = rows.view(-1, self.table_rows, self.values.shape[-1])
         columns = [(c[self.index] * self.values).sum((1, 2)) for c in table]
         return torch.stack(columns, dim=-1) if columns else self.values.new_zeros(self.num_rows, 0)
 
     def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
-        """(K, p)."""
+        """Add Wᵀ G for W (R, K) to a (K, p) tensor."""
         index, values = self.index.flatten(), self.values.flatten(0, 1)
         for k, place in enumerate(onto):
             share = weights[:, k].repeat_interleave(self.index.shape[1]).unsqueeze(1)
             place.view(self.table_rows, -1).index_add_(0, index, values * share)
 
-    @property
-    def num_params(self) -> int:
-        """V·D."""
-        return self.table_rows * self.values.shape[-1]
-
-    @property
-    def grain(self) -> int:
-        """D."""
-        return self.values.shape[-1]
-
     def narrow(self, start: int, stop: int) -> TableRows:
-        """Some rows of the table; entries of others count zero."""
+        """Return some rows of the table; entries of others count zero."""
         if (start, stop) == (0, self.num_params):
             return self
         first, last = start // self.grain, stop // self.grain
         inside = (self.index >= first) & (self.index < last)
         index = torch.where(inside, self.index - first, 0)
-        return replace(self, index=index, values=self.values * inside.unsqueeze(-1), table_rows=last - first)
-
-    def select(self, rows: Tensor) -> TableRows:
-        """Some rows."""
-        return replace(self, index=self.index[rows], values=self.values[rows])
+        return TableRows(index, self.values * inside.unsqueeze(-1), last - first)
 
     def to_dtype(self, dtype: torch.dtype) -> TableRows:
-        """In another dtype."""
+        """Return the values in another dtype."""
         return replace(self, values=self.values.to(dtype))
 
     def scaled(self, factor: float) -> TableRows:
-        """Times a number."""
+        """Return the gradients times a number."""
         return replace(self, values=self.values * factor)
 
-    def padded(self, before: int, after: int) -> TableRows:
-        """With zero rows around."""
-        index = F.pad(self.index, (0, 0, before, after))
-        return replace(self, index=index, values=F.pad(self.values, (0, 0, 0, 0, before, after)))
+    def zero_rows(self, count: int, like: Tensor) -> TableRows:
+        """Return zeros for the first row of the table."""
+        return TableRows(self.index.new_zeros(count, 1), like.new_zeros(count, 1, self.grain), self.table_rows)
 
     def _coalesced(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Entries of one example that touch the same table row, added up: (row, table row, value) triples.
+        """Return (row, table row, value) triples, with entries of one example that touch the same table row added up.
 
-        There are as many triples as entries, and what is left over is zero: to count them would be to wait for the
-        device.
+        There are as many triples as entries, and those left over are zero: counting them would wait for the device.
         """
         row = torch.arange(self.num_rows, device=self.index.device).repeat_interleave(self.index.shape[1])
         words, order = self.index.sort(dim=1, stable=True)
         fresh = F.pad(words[:, 1:] != words[:, :-1], (1, 0), value=False)
         slot = fresh.cumsum(1)
         word = torch.zeros_like(words).scatter_(1, slot, words)
-        size = self.values.shape[-1]
-        given = self.values.gather(1, order.unsqueeze(-1).expand(-1, -1, size))
+        given = self.values.gather(1, order.unsqueeze(-1).expand_as(self.values))
         values = torch.zeros_like(given).scatter_add_(1, slot.unsqueeze(-1).expand_as(given), given)
         return row, word.flatten(), values.flatten(0, 1)
 
 
 @dataclass(frozen=True)
-class Sum(Block):
-    """Gradients of a tensor that is used in several ways, such as a table that is an output layer as well.
+class _Several(Block):
+    """Blocks of one tensor that are put together when they are formed.
 
     Args:
-        parts: what each use adds, for the same rows.
+        parts: the blocks.
     """
 
     parts: tuple[Block, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return self.parts[0].num_rows
 
     @property
     def num_params(self) -> int:
@@ -161,185 +458,123 @@ class Sum(Block):
         return self.parts[0].num_params
 
     @property
-    def costs(self) -> tuple[int, int]:
-        """R²p and Rp, since products are taken of formed rows."""
-        return self.num_rows**2 * self.num_params, self.num_rows * self.num_params
-
-    def form(self) -> Tensor:
-        """(R, p)."""
-        total = self.parts[0].form()
-        for part in self.parts[1:]:
-            total = total + part.form()
-        return total
-
-    def sum(self) -> Tensor:
-        """(p,)."""
-        return reduce(torch.add, [part.sum() for part in self.parts])
-
-    def square_sum(self, squares: Tensor | None = None) -> Tensor:
-        """(p,)."""
-        return Formed(self.form()).square_sum(squares)
-
-    def gram(self) -> Tensor:
-        """(R, R)."""
-        return Formed(self.form()).gram()
-
-    def mm(self, rows: Tensor) -> Tensor:
-        """(R, K)."""
-        return reduce(torch.add, [part.mm(rows) for part in self.parts])
-
-    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
-        """(K, p)."""
-        for part in self.parts:
-            part.add_t_mm(weights, onto)
-
-    @property
-    def grain(self) -> int:
+    def grain(self) -> int:  # type: ignore[override]
         """Smallest number of columns that no part has to cut."""
         return math.lcm(*(part.grain for part in self.parts))
 
-    def narrow(self, start: int, stop: int) -> Sum:
-        """Some columns of each part."""
-        return Sum(tuple(part.narrow(start, stop) for part in self.parts))
+    def sum(self) -> Tensor:
+        """Return Σ_r g_r, (p,)."""
+        return reduce(torch.add, [part.sum() for part in self.parts])
 
-    def select(self, rows: Tensor) -> Sum:
-        """Some rows."""
-        return Sum(tuple(part.select(rows) for part in self.parts))
+    def narrow(self, start: int, stop: int) -> Self:
+        """Return some columns of each part."""
+        return type(self)(tuple(part.narrow(start, stop) for part in self.parts))
 
-    def to_dtype(self, dtype: torch.dtype) -> Sum:
-        """In another dtype."""
-        return Sum(tuple(part.to_dtype(dtype) for part in self.parts))
+    def to_dtype(self, dtype: torch.dtype) -> Self:
+        """Return the parts in another dtype."""
+        return type(self)(tuple(part.to_dtype(dtype) for part in self.parts))
 
-    def scaled(self, factor: float) -> Sum:
-        """Times a number."""
-        return Sum(tuple(part.scaled(factor) for part in self.parts))
+    def scaled(self, factor: float) -> Self:
+        """Return the parts times a number."""
+        return type(self)(tuple(part.scaled(factor) for part in self.parts))
 
-    def padded(self, before: int, after: int) -> Sum:
-        """With zero rows around."""
-        return Sum(tuple(part.padded(before, after) for part in self.parts))
+
+class Sum(_Several):
+    """Gradients of a tensor that is used in several ways, such as a table that is an output layer as well."""
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.parts[0].num_rows
+
+    def form(self) -> Tensor:
+        """Return the gradients themselves, (R, p)."""
+        return reduce(torch.add, [part.form() for part in self.parts])
+
+
+class Stacked(_Several):
+    """Rows of several passes, one below the other, that have no common factors."""
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return sum(part.num_rows for part in self.parts)
+
+    def form(self) -> Tensor:
+        """Return the gradients themselves, (R, p)."""
+        return torch.cat([part.form() for part in self.parts])
 
 
 def add(blocks: Sequence[Block]) -> Block:
     """Return the gradients of one tensor that the same examples used several times."""
-    return reduce(_add_two, blocks)
+    return blocks[0] if len(blocks) == 1 else reduce(_add_two, blocks)
 
 
 def _add_two(a: Block, b: Block) -> Block:
     if isinstance(a, TableRows) and isinstance(b, TableRows):
         return replace(a, index=torch.cat([a.index, b.index], 1), values=torch.cat([a.values, b.values], 1))
-    if isinstance(a, Outer) and isinstance(b, Outer) and _alike(a, b):
-        a, b = a._unshared(), b._unshared()
+    if isinstance(a, Outer) and isinstance(b, Outer) and _have_same_shape(a, b) and a.copies == b.copies == 1:
         return Outer(torch.cat([a.left, b.left], 2), torch.cat([a.right, b.right], 2))
     if isinstance(a, Formed) and isinstance(b, Formed):
         return Formed(a.rows + b.rows)
     return Sum((*(a.parts if isinstance(a, Sum) else (a,)), b))
 
 
-# What was already put together, by the places of the parts: tensors that shared memory share it again. The parts are
-# held as well, since a place that is given up may be given to other numbers.
-Memo = dict[tuple[tuple[int, ...], ...], tuple[list[Tensor], Tensor]]
-
-
-def stack(blocks: Sequence[Block], memo: Memo | None = None) -> Block:
-    """TableRows of different examples or samples, one below the other."""
-    memo = {} if memo is None else memo
+def stack(blocks: Sequence[Block]) -> Block:
+    """Return the gradients of one tensor for several groups of rows, one below the other."""
     if len(blocks) == 1:
         return blocks[0]
     if all(isinstance(block, TableRows) for block in blocks):
-        tables = [block for block in blocks if isinstance(block, TableRows)]
-        width = max(block.index.shape[1] for block in tables)
-        index = torch.cat([F.pad(block.index, (0, width - block.index.shape[1])) for block in tables])
-        values = [F.pad(block.values, (0, 0, 0, width - block.values.shape[1])) for block in tables]
-        return replace(tables[0], index=index, values=torch.cat(values))
-    if all(isinstance(block, Unopened) for block in blocks):
-        return _stack_unopened([block for block in blocks if isinstance(block, Unopened)], memo)
-    if any(isinstance(block, Unopened) for block in blocks):
-        return stack([block.opened() if isinstance(block, Unopened) else block for block in blocks], memo)
+        return _stack_tables([block for block in blocks if isinstance(block, TableRows)])
     outers = [block for block in blocks if isinstance(block, Outer)]
-    if len(outers) == len(blocks) and all(_alike(outers[0], block) for block in outers):
-        return _stack_outers(outers, memo)
-    if all(isinstance(block, Sum) and _same_parts(block, blocks[0]) for block in blocks):
-        parts = zip(*(block.parts for block in blocks if isinstance(block, Sum)), strict=True)
-        return Sum(tuple(stack(each, memo) for each in parts))
-    return Formed(_joined([block.form() for block in blocks], memo))
+    if len(outers) == len(blocks) and all(_have_same_shape(outers[0], block) for block in outers):
+        return _stack_outers(outers)
+    patches = [block for block in blocks if isinstance(block, Patches)]
+    if len(patches) == len(blocks) and all(_share_memory(patches[0].source, block.source) for block in patches):
+        return replace(patches[0], left=torch.cat([block.left for block in patches]))
+    return Stacked(tuple(blocks))
 
 
-def _joined(parts: list[Tensor], memo: Memo) -> Tensor:
-    """Parts (r, ...) one below the other, or what they were joined to before."""
-    key = tuple(place(part) for part in parts)
-    if key not in memo:
-        memo[key] = (parts, torch.cat([part.reshape(part.shape[0], -1) for part in parts]))
-    return memo[key][1].view(-1, *parts[0].shape[1:])
+def _stack_tables(blocks: Sequence[TableRows]) -> TableRows:
+    width = max(block.index.shape[1] for block in blocks)
+    index = torch.cat([F.pad(block.index, (0, width - block.index.shape[1])) for block in blocks])
+    values = [F.pad(block.values, (0, 0, 0, width - block.values.shape[1])) for block in blocks]
+    return replace(blocks[0], index=index, values=torch.cat(values))
 
 
-def place(x: Tensor) -> tuple[int, ...]:
-    """What decides the numbers of a (R, ...) tensor seen as (R, p): where it lies, its sizes and its layout."""
-    layout = () if x.is_contiguous() else (*x.shape, *x.stride())
-    inner = x
-    while torch._C._functorch.is_functorch_wrapped_tensor(inner):  # under vmap only the whole batch has an address
-        inner = torch._C._functorch.get_unwrapped(inner)
-    return inner.data_ptr(), x.shape[0], x.numel(), *layout
-
-
-def _stack_outers(blocks: list[Outer], memo: Memo) -> Outer:
-    first = blocks[0].right
-    if all(_same_memory(first, block.right) for block in blocks):
-        return Outer(_joined([block.left for block in blocks], memo), first)
-    blocks = [block._unshared() for block in blocks]
+def _stack_outers(blocks: Sequence[Outer]) -> Outer:
     # Zero positions contribute nothing, so sequences of different length can share one tensor.
     length = max(block.left.shape[2] for block in blocks)
-    if length == 1:
-        return Outer(_joined([b.left for b in blocks], memo), _joined([b.right for b in blocks], memo))
     left = torch.cat([F.pad(block.left, (0, 0, 0, length - block.left.shape[2])) for block in blocks])
-    right = torch.cat([F.pad(block.right, (0, 0, 0, length - block.right.shape[2])) for block in blocks])
-    return Outer(left, right)
+    first = blocks[0].right
+    if all(_share_memory(first, block.right) for block in blocks):
+        return Outer(left, first)
+    inputs = [block.right.repeat(block.copies, 1, 1, 1) for block in blocks]
+    return Outer(left, torch.cat([F.pad(x, (0, 0, 0, length - x.shape[2])) for x in inputs]))
 
 
-def _stack_unopened(blocks: list[Unopened], memo: Memo) -> Block:
-    first = blocks[0]
-    left = [block.left for block in blocks]
-    if all(_same_memory(first.source, block.source) for block in blocks):
-        return replace(first, left=_joined(left, memo))
-    if all(block.source.shape[1:] == first.source.shape[1:] for block in blocks):
-        each = [len(block.left) // max(1, len(block.source)) for block in blocks]
-        if all(count == 1 for count in each):
-            return replace(first, left=_joined(left, memo), source=torch.cat([block.source for block in blocks]))
-    return stack([block.opened() for block in blocks], memo)
-
-
-def _same_parts(a: Block, b: Block) -> bool:
-    """Tell whether two sums are made of the same kinds of block."""
-    if not (isinstance(a, Sum) and isinstance(b, Sum) and len(a.parts) == len(b.parts)):
-        return False
-    return all(type(x) is type(y) for x, y in zip(a.parts, b.parts, strict=True))
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same numbers in the same place: several draws of the weights saw one input."""
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are the same numbers in the same place: several draws of the weights saw one input."""
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-def _alike(a: Outer, b: Outer) -> bool:
-    """Same grouping and sizes: not so for, say, a linear weight read transposed elsewhere."""
+def _have_same_shape(a: Outer, b: Outer) -> bool:
+    """Tell whether groups and sizes agree: not so for, say, a linear weight read transposed elsewhere."""
     return a.left.shape[1::2] == b.left.shape[1::2] and a.right.shape[-1] == b.right.shape[-1]
 
 
-def is_formed(block: Block, rank: int, routes: Routes, name: str = "") -> bool:
-    """Tell whether the rows of a block are to be formed, because that counts fewer multiplications or `routes` says so.
+def _column_sums(rows: Tensor) -> Tensor:
+    """Return Σ_r over (R, p); as a product with ones, which a GPU does several times faster than a sum over rows."""
+    return rows.mT @ rows.new_ones(len(rows)) if rows.is_cuda else rows.sum(0)
 
-    Per step, with L = rank products on either side:
-    factored  R²T²(O+I) + (2L+1)·R·T·O·I   (T > 1: the squares need forming in pieces)
-    formed    R·T·O·I + R²·O·I + (2L+1)·R·O·I
-    """
-    if isinstance(block, TableRows):
-        return routes.layer(name) == "form"
-    if not isinstance(block, Outer | Unopened):
-        return True
-    wish = routes.layer(name)
-    if wish in ("form", "factor"):
-        return wish == "form"
-    R, _, T, O, I = block.sizes  # noqa: E741
-    products = 2 * rank + 1
-    factored = R * R * T * T * (O + I) + products * R * T * O * I
-    formed = R * T * O * I + R * R * O * I + products * R * O * I
-    return formed < factored
+
+def _add_product(onto: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to matrices or batches of them, in place."""
+    # A product with a single row or column in place adds number by number to what is there, and rounds as often: that
+    # is then far more than the rounding of the sum.
+    if 1 in onto.shape[-2:]:
+        onto += a @ b
+    elif onto.ndim == 2:
+        onto.addmm_(a, b)
+    else:
+        onto.baddbmm_(a, b)

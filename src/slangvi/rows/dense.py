@@ -85,7 +85,7 @@ class DenseGradients:
 
     def sum(self) -> Tensor:
         """(..., P)."""
-        return self._sums[0]
+        return self._sums[0].clone()
 
     def square_sum(self) -> Tensor:
         """(..., P)."""

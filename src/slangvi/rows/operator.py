@@ -63,7 +63,7 @@ class GradientOperator(Protocol):
         """The route wished for, see `Routes.spectrum`."""
 
     def sum(self) -> Tensor:
-        """Σ_r g_r of all examples, (P,)."""
+        """Σ_r g_r of all examples, (P,), in memory that is the caller's."""
 
     def square_sum(self) -> Tensor:
         """Σ_r g_r ∘ g_r, (P,)."""

@@ -302,8 +302,6 @@ class GradientRecorder:
             return RowGroup(count, {}, totals)
         blocks = recording.blocks(self.dtype, tasks)
         if recording.chosen is not None:
-            weight = math.sqrt(count / recording.num_rows)
-            blocks = {name: block.scaled(weight) for name, block in blocks.items()}
             return RowGroup(count, blocks, totals, num_chosen=recording.num_rows)
         recording.check_unmodified()
         self._num_passes += 1

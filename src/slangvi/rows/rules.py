@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from slangvi.rows.blocks import Block, Formed, Outer, TableRows, Unopened
+from slangvi.rows.blocks import Block, Formed, Outer, Patches, TableRows
 from slangvi.rows.layout import Layout
 from slangvi.rows.nodes import UnknownNodeError, operand_shape, saved, signed, type_name
 
@@ -188,7 +188,7 @@ def convolution(meeting: Meeting) -> Block | None:
     if not transposed:
         kernel = tuple(weight.shape[2:])
         patches = partial(take_patches, kernel=kernel, stride=stride, padding=padding, dilation=dilation, groups=groups)
-        return Unopened(delta.unflatten(1, (groups, -1)).flatten(3).mT, x, weight[0].numel(), patches)
+        return Patches(delta.unflatten(1, (groups, -1)).flatten(3).mT, x, weight[0].numel(), patches)
     sizes = stride, padding, dilation, transposed, output_padding, groups
     back = torch.ops.aten.convolution_backward
     each = [back(delta[k : k + 1], x[k : k + 1], weight, None, *sizes, (False, True, False))[1] for k in range(len(x))]

@@ -79,7 +79,7 @@ class LoopSteps:
         static = rebuild(list(groups), places)
 
         def gather(precision: LowRankPrecision, loc: Tensor, frozen: bool) -> tuple[FactoredGradients, None]:
-            return FactoredGradients(state.spec, static, self.rank, loc, self.routes), None
+            return FactoredGradients(state.spec, static, loc, self.routes), None
 
         graph = CapturedStep(state.tensors, state.precision, state.spec, prior, self.num_data, gather)
         self._graphs[kind] = (graph, list(places.values()))

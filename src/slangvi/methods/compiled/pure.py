@@ -111,7 +111,7 @@ class PureSteps:
                     ]
             finally:
                 self.gather.plans.is_frozen = False
-            rows = FactoredGradients(spec, [group for group, _ in found], self.gather.rank, loc, self.gather.routes)
+            rows = FactoredGradients(spec, [group for group, _ in found], loc, self.gather.routes)
             return rows, torch.stack([values for _, values in found])
 
         graph = CapturedStep(state.tensors, state.precision, spec, prior, self.num_data, gather, generator)
