@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slangvi.linalg.inverse_root import InverseRoot, damping, turn
 from slangvi.linalg.kept import kept
 from slangvi.linalg.noise import standard_normal
-from slangvi.linalg.products import LONG, combine_rows, gram_float64, is_long, is_plain, rows_dot_vector
+from slangvi.linalg.products import LONG, batch_matmul, combine_rows, gram_float64, is_long, is_plain, rows_dot_vector
 
 __all__ = ["LowRankPrecision", "capacitance", "factorize", "matmul"]
 
@@ -28,6 +28,10 @@ _LONG_ROUNDING = 3e-7
 # Up to so many parameters for each column of U products with it are in float64. They are short then, and there is
 # little that U does not span: what it takes away from a vector would leave nothing but the rounding of float32.
 _NARROW = 4
+_ONCE = (
+    "draws of a low-rank precision can be differentiated once, not twice. Take second derivatives of log_prob, entropy "
+    "or KL, or draw from DensePrecisionNormal."
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class LowRankPrecision:
     @kept
     def damping(self) -> Tensor:
         """c(s) = −1/(√(1+s)(1+√(1+s))), without gradient, (..., L)."""
-        return damping(self.spectrum[0])
+        return _damping(self.spectrum[0])
 
     def sample(
         self,
@@ -164,10 +168,10 @@ class LowRankPrecision:
         """c(VᵀV) Uᵀx for x of shape (..., P), (..., L); in float64 up to the end, for what it takes away from x."""
         double = rows_dot_vector(self.factor, white)
         if self.gram.shape[-1] and not is_plain(self.gram):
-            found: Tensor = InverseRoot.apply(self.gram, double, *self.spectrum)  # type: ignore[no-untyped-call]
+            found: Tensor = _InverseRoot.apply(self.gram, double, *self.spectrum)  # type: ignore[no-untyped-call]
         else:
             _, vectors = self.spectrum
-            found = turn(vectors, turn(vectors.mT, double) * self.damping)
+            found = _turn(vectors, _turn(vectors.mT, double) * self.damping)
         return found.to(white.dtype)
 
     def inv_diag(self) -> Tensor:
@@ -279,3 +283,97 @@ def capacitance(gram: Tensor, factor: Tensor) -> Tensor:
 def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:
     """(UUᵀ + diag d) x without a factorisation; U by rows (..., L, P), x (..., P)."""
     return diag * rhs + combine_rows(rows_dot_vector(factor, rhs, None), factor)
+
+
+# ---- the symmetric inverse root, for draws
+
+
+class _InverseRoot(torch.autograd.Function):
+    """c(S) y for symmetric S ⪰ 0, c(s) = −1/(√(1+s)(1+√(1+s))), given √(1+s) and the eigenvectors of S.
+
+    Q and Qᵀ are applied one after the other, never multiplied out: the product would lose what Qᵀy tells apart when S
+    is large and nearly singular. Autograd's own eigh divides by differences of eigenvalues, which are zero at U = 0;
+    the derivative of a matrix function needs only divided differences of c, and these are smooth: with a = √(1+s_i),
+    b = √(1+s_j), (c_i − c_j)/(s_i − s_j) = [1/(ab) − 1/((1+a)(1+b))]/(a+b).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gram: Tensor, y: Tensor, roots: Tensor, vectors: Tensor) -> Tensor:
+        """c(S) y, (..., L)."""
+        return _turn(vectors, _damped(_turn(vectors.mT, y), roots))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """All inputs are needed."""
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """By S and by y."""
+        gram, y, roots, vectors = ctx.saved_tensors
+        grad, turned = (_turn(vectors.mT, x) for x in (grads[0], y))
+        inner = _slopes(roots) * (grad.unsqueeze(-1) * turned.unsqueeze(-2)).sum_to_size(gram.shape)
+        by_gram, by_y = vectors @ inner @ vectors.mT, _turn(vectors, _damped(grad, roots))
+        if torch.is_grad_enabled():
+            by_gram, by_y = (_Final.apply(x, gram, y) for x in (by_gram, by_y))  # type: ignore[no-untyped-call]
+        return by_gram, by_y, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, gram: Tensor, y: Tensor, *rest: None) -> Tensor:
+        """Along a direction of S and y."""
+        _, old, roots, vectors = ctx.saved_tensors
+        inner = _slopes(roots) * (vectors.mT @ gram @ vectors)
+        return _turn(vectors, _turn(inner, _turn(vectors.mT, old)) + _damped(_turn(vectors.mT, y), roots))
+
+
+class _Final(torch.autograd.Function):
+    """A derivative whose own derivative is refused.
+
+    Torch's `once_differentiable` is passed over where `torch.autograd.grad` is told by what to differentiate: the graph
+    does not lead from its error to there. Here it does, through `gram` and `y`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, gram: Tensor, y: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(_ONCE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+        raise NotImplementedError(_ONCE)
+
+
+def _slopes(roots: Tensor) -> Tensor:
+    """Divided differences of c, (..., L, L), given √(1+s)."""
+    a, b = roots.unsqueeze(-1), roots.unsqueeze(-2)
+    slopes: Tensor = (1.0 / (a * b) - 1.0 / ((1.0 + a) * (1.0 + b))) / (a + b)
+    return slopes
+
+
+def _damped(turned: Tensor, roots: Tensor) -> Tensor:
+    """c(s) y in the eigenbasis, given √(1+s)."""
+    return turned * _damping(roots)
+
+
+def _damping(roots: Tensor) -> Tensor:
+    """c(s), given √(1+s)."""
+    return -1.0 / torch.addcmul(roots, roots, roots)
+
+
+def _turn(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Matrix (..., L, L) times vector (..., L); a leading dimension more is samples, which go through one product."""
+    if vector.ndim == matrix.ndim:
+        return batch_matmul(vector.movedim(0, -2), matrix.mT).movedim(-2, 0)
+    return batch_matmul(matrix, vector.unsqueeze(-1)).squeeze(-1)

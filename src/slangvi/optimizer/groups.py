@@ -42,21 +42,35 @@ class GroupValues:
         self._prior: Prior | None = None
 
     def lr(self) -> Rate:
-        """α. Schedulers may lower it to 0; above 1 it cannot also be β."""
+        """Return α. Schedulers may lower it to 0; above 1 it cannot also be β."""
         tied = any(_tied(group) for group in self.groups)
         hint = "precision_lr follows lr; give precision_lr if lr must exceed 1." if tied else ""
-        return self._rate("lr", self._each("lr"), 1.0 if tied else math.inf, hint)
+        high = 1.0 if tied else math.inf
+        return self._spread([checks.number("lr", g["lr"], 0.0, high, "low high", hint) for g in self.groups])
 
     def precision_lr(self, step: int | None = None) -> Rate | None:
-        """β, warmed up when the number of the step is given; None where every group ties it to lr and nothing is."""
-        own = self._each("precision_lr")
-        if step is None and all(value is None for value in own):
+        """Return β, warmed up if the number of the step is given; None if every group ties it to lr and nothing is."""
+        if step is None and all(_tied(group) for group in self.groups):
             return None
-        values = [b if b is not None else a for a, b in zip(self._each("lr"), own, strict=True)]
-        return self._rate("precision_lr", values, 1.0, step=step)
+        values = [group["lr" if _tied(group) else "precision_lr"] for group in self.groups]
+        rates = [checks.number("precision_lr", value, 0.0, 1.0, "low high") for value in values]
+        if step is not None:
+            rates = [warmed_up(rate, own) for rate, own in zip(rates, self._own_steps(step), strict=True)]
+        return self._spread(rates)
+
+    def momentum(self) -> float | Tensor:
+        """Return γ."""
+        values = [checks.number("momentum", group["momentum"], 0.0, 1.0, closed="low") for group in self.groups]
+        return self._spread(values).value
+
+    def adam(self) -> tuple[tuple[float | Tensor, float | Tensor], float | Tensor]:
+        """Return β₁ and β₂, and ε of Adam."""
+        betas = [checks.betas(group["betas"]) for group in self.groups]
+        first, second = (self._spread([pair[k] for pair in betas]).value for k in (0, 1))
+        return (first, second), self._spread([checks.number("eps", group["eps"], 0.0) for group in self.groups]).value
 
     def ages(self, step: int) -> Tensor | None:
-        """Which step of its own every entry is about to take, (P,); None where that makes no difference (any more).
+        """Return which step of its own every entry is about to take, (P,); None where it makes no difference.
 
         Args:
             step: of the whole run, counted from 1.
@@ -66,23 +80,19 @@ class GroupValues:
             return None
         memory = max(max(group.get("betas", (group.get("momentum", 0.0),))) for group in self.groups)
         faded = memory ** min(own) < 0.1 * torch.finfo(self.like.dtype).eps
-        return None if faded else self.spec.expand(own, self.like)
+        return None if faded else self.spec.expand(self._per_tensor(own), self.like)
 
     def _own_steps(self, step: int) -> list[int]:
-        """The number of the step, counted from when a group was added, once for every parameter tensor."""
-        return [step - group.get(JOINED, 0) for group in self.groups for _ in group["params"]]
+        """Return the number of the step, counted from when each group was added."""
+        return [step - group.get(JOINED, 0) for group in self.groups]
 
-    def momentum(self) -> float | Tensor:
-        """γ."""
-        values = [checks.number("momentum", value, 0.0, 1.0, closed="low") for value in self._each("momentum")]
-        return Rate.of(values, self.spec, self.like).value
+    def _spread(self, values: list[float]) -> Rate:
+        """Return a number of each group as one number, or as one for every parameter tensor where they differ."""
+        return Rate(values[0]) if len(set(values)) == 1 else Rate.of(self._per_tensor(values), self.spec, self.like)
 
-    def adam(self) -> tuple[tuple[float | Tensor, float | Tensor], float | Tensor]:
-        """β₁ and β₂, and ε of Adam."""
-        betas = [checks.betas(value) for value in self._each("betas")]
-        eps = [checks.number("eps", value, 0.0) for value in self._each("eps")]
-        first, second, floor = (Rate.of(list(x), self.spec, self.like).value for x in (*zip(*betas, strict=True), eps))
-        return (first, second), floor
+    def _per_tensor(self, values: Sequence[Any]) -> list[Any]:
+        """Return a value of each group, once for every parameter tensor."""
+        return [value for value, group in zip(values, self.groups, strict=True) for _ in group["params"]]
 
     def prior(self) -> Prior:
         """λ and μ₀, which is 0 where a method has none; made again when a group's entry was replaced or changed."""
@@ -108,16 +118,6 @@ class GroupValues:
         for group in self.groups:
             names = tuple(self.name_of[id(p)] for p in group["params"])
             yield ParamSpec(names, tuple(shapes[name] for name in names)), group.get(key, 0.0)
-
-    def _each(self, key: str) -> list[Any]:
-        """The group's value, once for every parameter tensor."""
-        return [group[key] for group in self.groups for _ in group["params"]]
-
-    def _rate(self, key: str, values: list[Any], high: float, hint: str = "", step: int | None = None) -> Rate:
-        numbers = [checks.number(key, value, 0.0, high, "low high", hint) for value in values]
-        if step is not None:
-            numbers = [warmed_up(value, own) for value, own in zip(numbers, self._own_steps(step), strict=True)]
-        return Rate.of(numbers, self.spec, self.like)
 
 
 def check_group(group: Mapping[str, Any]) -> None:

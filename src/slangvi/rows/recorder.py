@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from slangvi.errors import UnsupportedModuleError
 from slangvi.params import ParamSpec
-from slangvi.rows._stance import eager
 from slangvi.rows.blocks import Block
+from slangvi.rows.eager import run_eagerly
 from slangvi.rows.factored import RowGroup
 from slangvi.rows.graph import TOLERANCE, Plans, Recording, record, watch_outputs
 
@@ -155,7 +155,7 @@ class GradientRecorder:
         self._detach()
         before, self.active = self.active, True
         try:
-            with eager():
+            with run_eagerly():
                 yield
         except BaseException:
             self.drop()
