@@ -7,14 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributions import (
-    Distribution,
-    Independent,
-    MultivariateNormal,
-    Normal,
-    constraints,
-    register_kl,
-)
+from torch.distributions import Distribution, Independent, MultivariateNormal, Normal, constraints, register_kl
 
 from slangvi.linalg.dense import DensePrecision, factorize_dense
 from slangvi.linalg.kept import kept
@@ -64,8 +57,15 @@ class LowRankPrecisionNormal(Distribution):
         param_spec: ParamSpec | None = None,
     ) -> None:
         _check_tensors(loc=loc, prec_factor=prec_factor, prec_diag=prec_diag)
-        _check_shapes(loc, prec_factor, prec_diag)
+        if loc.ndim < 1:
+            raise ValueError("loc must be at least one-dimensional, (..., P), got a scalar.")
         size = loc.shape[-1]
+        if prec_factor.ndim < 2 or prec_factor.shape[-2] != size:
+            raise ValueError(
+                f"prec_factor must have shape (..., P, L) with P = {size} as in loc, got {tuple(prec_factor.shape)}."
+            )
+        if prec_diag.ndim < 1 or prec_diag.shape[-1] != size:
+            raise ValueError(f"prec_diag must have shape (..., {size}) as loc, got {tuple(prec_diag.shape)}.")
         batch = torch.broadcast_shapes(loc.shape[:-1], prec_factor.shape[:-2], prec_diag.shape[:-1])
         self.loc = loc.expand(*batch, size)
         self.prec_factor = prec_factor.expand(*batch, size, prec_factor.shape[-1])
@@ -95,10 +95,7 @@ class LowRankPrecisionNormal(Distribution):
         """μ, (..., P)."""
         return self.loc
 
-    @property
-    def mode(self) -> Tensor:
-        """μ, (..., P)."""
-        return self.loc
+    mode = mean
 
     @kept
     def variance(self) -> Tensor:
@@ -118,18 +115,17 @@ class LowRankPrecisionNormal(Distribution):
         # One right-hand side per leading "sample" dimension: (P, ..., P). In float64, since what a large factor leaves
         # of a variance is small beside 1/d.
         solved = self.precision.double.solve(eye.reshape(size, *(1,) * len(self.batch_shape), size))
-        columns = solved.to(self.loc.dtype)
-        dense = columns.movedim(0, -1).expand(*self.batch_shape, size, size)
+        dense = solved.to(self.loc.dtype).movedim(0, -1).expand(*self.batch_shape, size, size)
         return 0.5 * (dense + dense.mT)
 
     def rsample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Differentiable draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
         return self.loc + self.precision.sample(torch.Size(sample_shape), generator)
 
+    @torch.no_grad()
     def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Draws without gradients, (*sample_shape, ..., P)."""
-        with torch.no_grad():
-            return self.rsample(sample_shape, generator)
+        return self.rsample(sample_shape, generator)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of `value` (..., P)."""
@@ -141,15 +137,13 @@ class LowRankPrecisionNormal(Distribution):
 
     def entropy(self) -> Tensor:
         """½ (P (1 + log 2π) − logdet precision)."""
-        size = self.event_shape[0]
-        return (0.5 * (size * (1.0 + math.log(2 * math.pi)) - self.precision.logdet())).to(self.loc.dtype)
+        constant = self.event_shape[0] * (1.0 + math.log(2 * math.pi))
+        return (0.5 * (constant - self.precision.logdet())).to(self.loc.dtype)
 
     def _quadratic(self, diff: Tensor) -> Tensor:
         """xᵀ (UUᵀ + diag d) x as a sum of squares, so never negative; float64."""
-        if self.prec_factor.ndim == 2:
-            inner = diff @ self.prec_factor
-        else:
-            inner = (diff.unsqueeze(-2) @ self.prec_factor).squeeze(-2)
+        batched = self.prec_factor.ndim > 2
+        inner = (diff.unsqueeze(-2) @ self.prec_factor).squeeze(-2) if batched else diff @ self.prec_factor
         return _sum(self.prec_diag * diff.square()) + _sum(inner.square())
 
 
@@ -195,10 +189,10 @@ class DensePrecisionNormal(MultivariateNormal):
         """Differentiable draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
         return self.precision.sample(torch.Size(sample_shape), generator, self.loc)
 
+    @torch.no_grad()
     def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Draws without gradients, (*sample_shape, ..., P)."""
-        with torch.no_grad():
-            return self.rsample(sample_shape, generator)
+        return self.rsample(sample_shape, generator)
 
 
 class Posterior(Protocol):
@@ -227,32 +221,13 @@ def _check_tensors(**values: Any) -> None:
             raise TypeError(f"{name} must be a tensor of floating-point numbers, got {got}.")
 
 
-def _check_shapes(loc: Tensor, prec_factor: Tensor, prec_diag: Tensor) -> None:
-    if loc.ndim < 1:
-        raise ValueError("loc must be at least one-dimensional, (..., P), got a scalar.")
-    size = loc.shape[-1]
-    if prec_factor.ndim < 2 or prec_factor.shape[-2] != size:
-        raise ValueError(
-            f"prec_factor must have shape (..., P, L) with P = {size} as in loc, got {tuple(prec_factor.shape)}."
-        )
-    if prec_diag.ndim < 1 or prec_diag.shape[-1] != size:
-        raise ValueError(f"prec_diag must have shape (..., {size}) as loc, got {tuple(prec_diag.shape)}.")
-
-
 def _sum(terms: Tensor, dims: int = 1) -> Tensor:
-    """Over the last dimensions, in float64: sums over many parameters are large, and nearly cancel in the end."""
+    """Sum over the last dimensions, in float64: sums over many parameters are large, and nearly cancel in the end."""
     return terms.sum(tuple(range(-dims, 0)), dtype=torch.float64)
 
 
-def _gaussian_kl(q: Any, p: Any, trace: Tensor, quadratic: Tensor, logdet_q: Tensor, logdet_p: Tensor) -> Tensor:
-    """½ [tr(P_p Σ_q) + (μ_q−μ_p)ᵀP_p(μ_q−μ_p) − P + logdet P_q − logdet P_p], in the dtype of the distributions."""
-    size = max((*q.event_shape, *p.event_shape))  # a plain Normal has none
-    kl: Tensor = 0.5 * (trace + quadratic - size + logdet_q - logdet_p)
-    return kl.to(torch.promote_types(q.mean.dtype, p.mean.dtype))
-
-
-def _diagonal(normal: Normal | Independent[Any], size: int) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation, (..., P) each, of a diagonal normal; one number stands for all coordinates."""
+def _diagonal(normal: Normal | Independent[Any], size: int) -> Normal:
+    """Return a diagonal normal of P dimensions; one number stands for all coordinates."""
     if isinstance(normal, Independent):
         if not isinstance(normal.base_dist, Normal) or len(normal.event_shape) != 1:
             raise NotImplementedError(
@@ -264,76 +239,69 @@ def _diagonal(normal: Normal | Independent[Any], size: int) -> tuple[Tensor, Ten
     if given[0] not in (1, size):
         raise _event_error(torch.Size((size,)), given)
     shape = (*normal.loc.shape[:-1], size)
-    return normal.loc.expand(shape), normal.scale.expand(shape)
+    return Normal(normal.loc.expand(shape), normal.scale.expand(shape), validate_args=False)
 
 
 def _event_error(a: torch.Size, b: torch.Size) -> ValueError:
     return ValueError(f"KL needs distributions of the same event shape, got {tuple(a)} and {tuple(b)}.")
 
 
-def _matched(q: Any, p: Any) -> tuple[Any, Any]:
-    """Both distributions over the batch shape they share."""
-    if q.event_shape != p.event_shape:
+def _kl(q: Any, p: Any) -> Tensor:
+    """Return ½ [tr(P_p Σ_q) + (μ_q−μ_p)ᵀP_p(μ_q−μ_p) − P + logdet P_q − logdet P_p] of two normals."""
+    dtype = torch.promote_types(q.mean.dtype, p.mean.dtype)
+    if isinstance(p, Normal | Independent):
+        p = _diagonal(p, q.event_shape[0])
+    elif isinstance(q, Normal | Independent):
+        q = _diagonal(q, p.event_shape[0])
+    elif q.event_shape != p.event_shape:
         raise _event_error(q.event_shape, p.event_shape)
-    batch = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
-    return q.expand(batch), p.expand(batch)
+    else:
+        batch = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
+        q, p = q.expand(batch), p.expand(batch)
+    distance = _trace(q, p) + _quadratic(p, q.loc - p.loc)
+    kl: Tensor = 0.5 * (distance - q.loc.shape[-1] + _logdet(q) - _logdet(p))
+    return kl.to(dtype)
 
 
-def _kl_lowrank_lowrank(q: LowRankPrecisionNormal, p: LowRankPrecisionNormal) -> Tensor:
-    q, p = _matched(q, p)
-    directions = p.prec_factor.movedim(-1, 0)
-    trace = _sum(p.prec_diag * q.variance) + q.precision.inv_quadratic(directions).sum(0)
-    quadratic = p._quadratic(q.loc - p.loc)
-    return _gaussian_kl(q, p, trace, quadratic, q.precision.logdet(), p.precision.logdet())
+def _trace(q: Any, p: Any) -> Tensor:
+    """Return tr(P_p Σ_q)."""
+    variance = q.variance
+    if isinstance(p, Normal):
+        return _sum(variance / p.variance)
+    if isinstance(p, LowRankPrecisionNormal):
+        if isinstance(q, Normal):
+            return _sum((p.prec_diag + p.prec_factor.square().sum(-1)) * variance)
+        if isinstance(q, LowRankPrecisionNormal):
+            return _sum(p.prec_diag * variance) + q.precision.inv_quadratic(p.prec_factor.movedim(-1, 0)).sum(0)
+        return _sum(p.prec_diag * variance) + _sum((q.scale_tril.mT @ p.prec_factor).square(), 2)
+    if isinstance(q, Normal):
+        return _sum(p.precision_matrix.diagonal(dim1=-2, dim2=-1) * variance)
+    return _sum(p.precision_matrix * q.covariance_matrix, 2)
 
 
-def _kl_to_diagonal(q: LowRankPrecisionNormal | DensePrecisionNormal, p: Normal | Independent[Any]) -> Tensor:
-    loc, scale = _diagonal(p, q.event_shape[0])
-    trace = _sum(q.variance / scale.square())
-    quadratic = _sum(((q.loc - loc) / scale).square())
-    return _gaussian_kl(q, p, trace, quadratic, q.precision.logdet(), -2.0 * _sum(scale.log()))
+def _quadratic(p: Any, diff: Tensor) -> Tensor:
+    """Return xᵀ P_p x."""
+    if isinstance(p, Normal):
+        return _sum((diff / p.scale).square())
+    if isinstance(p, LowRankPrecisionNormal):
+        return p._quadratic(diff)
+    if isinstance(p, DensePrecisionNormal):
+        return _sum((diff.unsqueeze(-2) @ p.precision.cholesky).square(), 2)
+    return _sum(torch.linalg.solve_triangular(p.scale_tril, diff.unsqueeze(-1), upper=False).square(), 2)
 
 
-def _kl_diagonal_lowrank(q: Normal | Independent[Any], p: LowRankPrecisionNormal) -> Tensor:
-    loc, scale = _diagonal(q, p.event_shape[0])
-    trace = _sum((p.prec_diag + p.prec_factor.square().sum(-1)) * scale.square())
-    quadratic = p._quadratic(loc - p.loc)
-    return _gaussian_kl(q, p, trace, quadratic, -2.0 * _sum(scale.log()), p.precision.logdet())
+def _logdet(normal: Any) -> Tensor:
+    """Return the logdet of a precision."""
+    if isinstance(normal, LowRankPrecisionNormal | DensePrecisionNormal):
+        return normal.precision.logdet()
+    scale = normal.scale if isinstance(normal, Normal) else normal.scale_tril.diagonal(dim1=-2, dim2=-1)
+    return -2.0 * _sum(scale.log())
 
 
-def _kl_lowrank_dense(q: LowRankPrecisionNormal, p: MultivariateNormal) -> Tensor:
-    q, p = _matched(q, p)
-    trace = _sum(p.precision_matrix * q.covariance_matrix, 2)
-    diff = (q.loc - p.loc).unsqueeze(-1)
-    white = torch.linalg.solve_triangular(p.scale_tril, diff, upper=False)
-    quadratic = _sum(white.square(), 2)
-    return _gaussian_kl(q, p, trace, quadratic, q.precision.logdet(), _dense_logdet(p))
-
-
-def _kl_dense_lowrank(q: MultivariateNormal, p: LowRankPrecisionNormal) -> Tensor:
-    q, p = _matched(q, p)
-    trace = _sum(p.prec_diag * q.variance) + _sum((q.scale_tril.mT @ p.prec_factor).square(), 2)
-    quadratic = p._quadratic(q.loc - p.loc)
-    return _gaussian_kl(q, p, trace, quadratic, _dense_logdet(q), p.precision.logdet())
-
-
-def _kl_diagonal_dense(q: Normal | Independent[Any], p: DensePrecisionNormal) -> Tensor:
-    loc, scale = _diagonal(q, p.event_shape[0])
-    trace = _sum(p.precision_matrix.diagonal(dim1=-2, dim2=-1) * scale.square())
-    quadratic = _sum(((loc - p.loc).unsqueeze(-2) @ p.precision.cholesky).square(), 2)
-    return _gaussian_kl(q, p, trace, quadratic, -2.0 * _sum(scale.log()), p.precision.logdet())
-
-
-def _dense_logdet(normal: MultivariateNormal) -> Tensor:
-    """Logdet of the precision of a dense normal."""
-    return -2.0 * _sum(normal.scale_tril.diagonal(dim1=-2, dim2=-1).log())
-
-
-register_kl(LowRankPrecisionNormal, LowRankPrecisionNormal)(_kl_lowrank_lowrank)
-register_kl(LowRankPrecisionNormal, MultivariateNormal)(_kl_lowrank_dense)
-register_kl(MultivariateNormal, LowRankPrecisionNormal)(_kl_dense_lowrank)
+register_kl(LowRankPrecisionNormal, LowRankPrecisionNormal)(_kl)
+register_kl(LowRankPrecisionNormal, MultivariateNormal)(_kl)
+register_kl(MultivariateNormal, LowRankPrecisionNormal)(_kl)
 for _kind in (Normal, Independent):
-    register_kl(LowRankPrecisionNormal, _kind)(_kl_to_diagonal)
-    register_kl(_kind, LowRankPrecisionNormal)(_kl_diagonal_lowrank)
-    register_kl(DensePrecisionNormal, _kind)(_kl_to_diagonal)
-    register_kl(_kind, DensePrecisionNormal)(_kl_diagonal_dense)
+    for _ours in (LowRankPrecisionNormal, DensePrecisionNormal):
+        register_kl(_ours, _kind)(_kl)
+        register_kl(_kind, _ours)(_kl)

@@ -1,8 +1,7 @@
-"""Rates that are too large for the posterior to be one: seen by how far the mean goes in a step.
+"""Detection of learning rates that are too large, by how far the mean goes in a step.
 
-The precision grows with the gradients, so a rate that is far too large rarely ends in NaN. The mean is thrown about,
-the precision remembers the steep places, and all numbers stay finite. What gives it away is the length of a step,
-measured by the posterior itself.
+The precision grows with the gradients, so such a rate rarely ends in NaN: the mean is thrown about, and all numbers
+stay finite. The length of a step, measured by the posterior itself, gives it away.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ KEPT = 1024
 
 
 def step_length(before: Any, after: Any, prior: Prior, lr: float | Tensor, momentum: float | Tensor) -> Tensor:
-    r"""How far a step moved the mean, in posterior standard deviations: root of the mean square over parameters.
+    r"""Return how far a step moved the mean, in posterior standard deviations: root mean square over parameters, (...).
 
     With the gradient $\tilde g = \hat m + \lambda(\mu - \mu_0)$ a step is $\Delta = -\alpha\Lambda^{-1}\tilde g$, so
 
@@ -44,15 +43,7 @@ def step_length(before: Any, after: Any, prior: Prior, lr: float | Tensor, momen
 
     needs no solve. (Where groups have rates of their own, α weighs each entry.) Nothing is read from the device.
 
-    Args:
-        before: a state with `loc`, (..., P).
-        after: the state after it, with `loc`, `momentum` and `step`.
-        prior: λ and μ₀.
-        lr: α of the step; like γ and the number of the step it broadcasts with `loc`.
-        momentum: γ.
-
-    Returns:
-        A tensor without dimensions, or one for each of several runs, (...).
+    States have `loc`, (..., P), the later one also `momentum` and `step`; α, γ and the step broadcast with `loc`.
 
     Example:
         >>> from types import SimpleNamespace as S
@@ -67,17 +58,12 @@ def step_length(before: Any, after: Any, prior: Prior, lr: float | Tensor, momen
 
 
 class Watch:
-    """Looks at a run every few steps, and says so once when its rate is too large.
+    """Looks at a run every few steps, and warns once or raises when its rate is too large.
 
     An alarm needs three of four looks in a window of 128 steps to have found a step longer than one posterior standard
     deviation, and a mean that goes to and fro. A run that is far from its goal also takes long steps, but in one
     direction; only with rates of 1 and more, which overshoot whatever lies ahead, the direction is not asked for.
-
-    Windows begin at multiples of 128 steps, so a run that was taken up again judges the same ones but for the first.
-
-    Args:
-        reaction: "warn", "raise" or "ignore".
-        advice: what to do about it.
+    Windows begin at multiples of 128 steps, so a resumed run judges the same ones but for the first.
     """
 
     def __init__(self, reaction: str, advice: str) -> None:
@@ -86,26 +72,16 @@ class Watch:
         self._lengths = self._places = torch.empty(0)
 
     def due(self, step: int) -> bool:
-        """Whether the step of this number is to be looked at."""
+        """Tell whether the step of this number is to be looked at."""
         return self.reaction != "ignore" and step % EVERY == 0
 
     def look(self, before: Any, after: Any, prior: Prior, lr: float | Tensor, momentum: float | Tensor) -> None:
-        """Look at a step; the arguments are those of `step_length`.
-
-        Raises:
-            DivergenceError: the window ends with an alarm, and that is the reaction to it.
-        """
-        self.note(step_length(before, after, prior, lr, momentum), after.loc, [_largest(lr)], after.step)
+        """Look at a step; the arguments are those of `step_length`. Raises `DivergenceError` if asked to."""
+        largest = float(lr.max()) if isinstance(lr, Tensor) else float(lr)
+        self.note(step_length(before, after, prior, lr, momentum), after.loc, [largest], after.step)
 
     def note(self, lengths: Tensor, loc: Tensor, lr: Sequence[float], step: int) -> None:
-        """Note how far one run, or each of several, has gone in a step.
-
-        Args:
-            lengths: by `step_length`, (...).
-            loc: where the mean is now, (..., P).
-            lr: α of each.
-            step: its number, by which windows are counted.
-        """
+        """Note how far one run, or each of several, has gone in a step: lengths (...), means (..., P), α of each."""
         place, index = loc[..., :: -(-loc.shape[-1] // KEPT)], (step // EVERY - 1) % LOOKS
         if self._places.shape[1:] != place.shape or self._places.device != place.device:
             self._seen, self._places = 0, place.new_empty(LOOKS, *place.shape)
@@ -141,7 +117,7 @@ class Watch:
 
 
 def straightness(places: Tensor) -> Tensor:
-    """Net over travelled distance between places (n, ..., K), (...): 1 is straight on, 0 is back at the start.
+    """Return net over travelled distance between places (n, ..., K), (...): 1 is straight on, 0 is back at the start.
 
     Example:
         >>> straightness(torch.tensor([[0.0], [1.0], [2.0]])), straightness(torch.tensor([[0.0], [1.0], [0.0]]))
@@ -149,7 +125,3 @@ def straightness(places: Tensor) -> Tensor:
     """
     travelled, net = places.diff(dim=0).norm(dim=-1).sum(0), (places[-1] - places[0]).norm(dim=-1)
     return torch.where((travelled > 0) & travelled.isfinite(), net / travelled, 0.0)
-
-
-def _largest(lr: float | Tensor) -> float:
-    return float(lr.max()) if isinstance(lr, Tensor) else float(lr)

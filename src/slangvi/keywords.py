@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -32,28 +33,6 @@ def keywords_of(
 
     Args:
         settings: a dataclass whose docstring says what its fields mean under "Args:".
-
-    Example:
-        >>> from dataclasses import dataclass
-        >>> @dataclass(frozen=True, kw_only=True)
-        ... class Settings:
-        ...     '''Settings.
-        ...
-        ...     Args:
-        ...         rank: columns of the factor.
-        ...     '''
-        ...     rank: int = 1
-        >>> @keywords_of(Settings)
-        ... def build(x, **options):
-        ...     '''Build.
-        ...
-        ...     Args:
-        ...         x: data.
-        ...         options: see `Settings`.
-        ...     '''
-        ...     return Settings(**options).rank
-        >>> build(None, rank=3), list(inspect.signature(build).parameters), "rank: columns" in build.__doc__
-        (3, ['x', 'rank'], True)
     """
     return lambda function: _show(function, settings)
 
@@ -61,33 +40,16 @@ def keywords_of(
 def init_keywords_of(
     settings: Callable[P, Any],
 ) -> Callable[[Callable[Concatenate[A, B, ...], None]], Callable[Concatenate[A, B, P], None]]:
-    """Show the fields of a settings class as keywords of an `__init__` that has one argument besides `self`.
-
-    Args:
-        settings: as in `keywords_of`. `document_fields` puts the fields into the docstring of the class.
-    """
+    """Do the same for an `__init__` that has one argument besides `self`; `document_fields` documents the class."""
     return lambda function: _show(function, settings)
 
 
 def bind_settings(name: str, settings: Callable[P, S], *args: P.args, **options: P.kwargs) -> S:
-    """Return the settings object that a call describes, or raise the `TypeError` of a function of this name.
-
-    Args:
-        name: of the function or class that was called, for the message.
-        settings: class of the object.
-        args: fields given by position.
-        options: fields given by name.
-
-    Example:
-        >>> bind_settings("build", dict, rank=1)
-        {'rank': 1}
-    """
+    """Return the settings object that a call of `name` describes, or raise the `TypeError` of such a function."""
     try:
         inspect.signature(settings).bind(*args, **options)
     except TypeError as error:
         raise TypeError(f"{name}() {error}") from None
-    except ValueError:  # built-in classes have no signature
-        pass
     return settings(*args, **options)
 
 
@@ -113,10 +75,8 @@ def _expanded(text: str | None, settings: Any) -> str | None:
 
     def entries(match: re.Match[str]) -> str:
         known = field_docs(settings)
-        lines = [
-            line for name in inspect.signature(settings).parameters for line in f"{name}: {known[name]}".split("\n")
-        ]
-        return "".join(f"{match['indent']}{line}\n" for line in lines)
+        lines = "\n".join(f"{name}: {known[name]}" for name in inspect.signature(settings).parameters)
+        return textwrap.indent(lines, match["indent"]) + "\n"
 
     return text and _OPTIONS.sub(entries, text, count=1)
 

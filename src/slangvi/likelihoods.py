@@ -31,7 +31,7 @@ class Likelihood(ABC):
         """Outputs behind the link: class probabilities or the mean."""
 
     def of(self, model: nn.Module) -> Callable[[Mapping[str, Tensor], tuple[Any, Tensor]], Tensor]:
-        """The log-likelihood of a module as a function of (params, (x, y)), for `slangvi.slang.build`."""
+        """Return the log-likelihood of a module as a function of (params, (x, y)), for `slangvi.slang.build`."""
 
         def log_likelihood(params: Mapping[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
             x, y = batch
@@ -53,8 +53,7 @@ class Categorical(Likelihood):
         _check_tensors(outputs, targets)
         _check_classes(outputs)
         check_labels(targets, outputs.shape[-1])
-        if targets.shape != outputs.shape[:-1]:
-            raise _shape_error(targets, tuple(outputs.shape[:-1]))
+        _check_shape(targets, outputs.shape[:-1])
         labels, capturing = targets.long(), _capturing(targets)
         # A label out of range would stop the device for good; divided by zero, its value is found after the step.
         index = labels.clamp(0, outputs.shape[-1] - 1) if capturing else labels
@@ -80,8 +79,7 @@ class Bernoulli(Likelihood):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Log σ(±f), stable at any logit."""
         _check_tensors(outputs, targets)
-        if targets.shape != outputs.shape:
-            raise _shape_error(targets, tuple(outputs.shape))
+        _check_shape(targets, outputs.shape)
         values = targets.to(outputs.dtype)
         if _eager(values) and not bool(((values >= 0) & (values <= 1)).all()):
             raise ValueError("targets must lie in [0, 1], got values outside. Code the classes as 0 and 1.")
@@ -94,15 +92,9 @@ class Bernoulli(Likelihood):
         return outputs.sigmoid()
 
     def expected_log_prob(self, mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
-        """E[log p(y | f)] for logits f ~ N(mean, variance), entry by entry and without sampling.
+        """Return E[log p(y | f)] for logits f ~ N(mean, variance) and y in [0, 1], without sampling, (...).
 
-        Args:
-            mean: mean of each logit, (...).
-            variance: variance of each logit ≥ 0, (...).
-            targets: y in [0, 1], (...).
-
-        Returns:
-            y·mean − E[log(1 + eᶠ)], accurate to about 1e-13 in float64, (...).
+        It is y·mean − E[log(1 + eᶠ)], accurate to about 1e-13 in float64.
 
         Example:
             >>> Bernoulli().expected_log_prob(torch.zeros(2), torch.tensor([0.0, 9.0]), torch.ones(2))
@@ -111,7 +103,7 @@ class Bernoulli(Likelihood):
         return targets * mean - softplus_expectations(mean, variance, orders=1)[0]
 
     def predictive_from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """Probability of class 1 for logits f ~ N(mean, variance): E[σ(f)], without sampling, (...).
+        """Return the probability of class 1 for logits f ~ N(mean, variance): E[σ(f)], without sampling, (...).
 
         Example:
             >>> Bernoulli().predictive_from_moments(torch.tensor(2.0), torch.tensor([0.0, 9.0]))
@@ -120,7 +112,7 @@ class Bernoulli(Likelihood):
         return softplus_expectations(mean, variance, orders=2)[1]
 
     def predictive_log_prob(self, mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
-        """Log of E[p(y | f)] for logits f ~ N(mean, variance) and classes y ∈ {0, 1}, without sampling, (...).
+        """Return log E[p(y | f)] for logits f ~ N(mean, variance) and classes y ∈ {0, 1}, without sampling, (...).
 
         Where the probability is too small to tell from rounding errors, its lower bound E[log p(y | f)] stands in.
         """
@@ -149,8 +141,7 @@ class Gaussian(Likelihood):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """½ (log τ − log 2π − τ (y − f)²)."""
         _check_tensors(outputs, targets)
-        if targets.shape != outputs.shape:
-            raise _shape_error(targets, tuple(outputs.shape))
+        _check_shape(targets, outputs.shape)
         if _eager(targets) and not bool(torch.isfinite(targets).all()):
             raise NumericalError(f"targets hold {int((~torch.isfinite(targets)).sum())} NaN or Inf. Clean the data.")
         constant = math.log(self.noise_precision) - math.log(2 * math.pi)
@@ -162,15 +153,11 @@ class Gaussian(Likelihood):
 
 
 _ONE_OUTPUT = "For one output per example take the likelihood 'bernoulli' (two classes) or 'gaussian'."
-_NAMED: dict[str, Callable[[], Likelihood]] = {
-    "categorical": Categorical,
-    "bernoulli": Bernoulli,
-    "gaussian": Gaussian,
-}
+_NAMED: dict[str, type[Likelihood]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
 
 
 def likelihood_named(value: str | Likelihood) -> Likelihood:
-    """A likelihood, or its name."""
+    """Return a likelihood, given itself or its name."""
     if isinstance(value, Likelihood):
         return value
     return _NAMED[checks.choice("likelihood", value, tuple(_NAMED))]()
@@ -183,7 +170,7 @@ def _check_tensors(outputs: Tensor, targets: Tensor) -> None:
 
 
 def _check_classes(outputs: Tensor) -> None:
-    """Outputs without a dimension of classes would be compared with those of other examples."""
+    """Refuse outputs without a dimension of classes, which would be compared with those of other examples."""
     if outputs.ndim < 2:
         raise ValueError(f"outputs must have shape (M, ..., C), got {tuple(outputs.shape)}. {_ONE_OUTPUT}")
 
@@ -195,7 +182,7 @@ def check_several(shape: Sequence[int]) -> None:
 
 
 def check_labels(targets: Tensor, num_classes: int) -> None:
-    """Labels must be whole numbers 0…C−1."""
+    """Refuse labels that are not whole numbers 0…C−1."""
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
         raise TypeError(f"targets must be integer class labels, got dtype {targets.dtype}. Convert with .long().")
     if not _eager(targets) or targets.numel() == 0:
@@ -209,7 +196,7 @@ def check_labels(targets: Tensor, num_classes: int) -> None:
 
 
 def _eager(values: Tensor) -> bool:
-    """Values can be looked at: not inside torch.func transforms or a graph capture, where a check cannot branch."""
+    """Tell whether numbers can be read: not inside torch.func transforms or a graph capture."""
     return not torch._C._functorch.is_functorch_wrapped_tensor(values) and not _capturing(values)
 
 
@@ -227,7 +214,7 @@ def defer_checks() -> Iterator[None]:
 
 
 def _capturing(values: Tensor) -> bool:
-    """Tell whether nothing may look at a number, since operations are written down for a CUDA graph."""
+    """Tell whether no number may be read, since operations are recorded for a CUDA graph."""
     return _DEFERRED[0] > 0 or (values.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -237,8 +224,9 @@ def _sum_but_first(values: Tensor) -> Tensor:
     return values.flatten(1).sum(1) if values.ndim > 1 else values
 
 
-def _shape_error(targets: Tensor, expected: tuple[int, ...]) -> ValueError:
-    return ValueError(
-        f"targets must have shape {expected} to match the outputs, got {tuple(targets.shape)}. Reshape one of them: "
-        "broadcasting would compare every target with every output."
-    )
+def _check_shape(targets: Tensor, expected: torch.Size) -> None:
+    if targets.shape != expected:
+        raise ValueError(
+            f"targets must have shape {tuple(expected)} to match the outputs, got {tuple(targets.shape)}. Reshape one "
+            "of them: broadcasting would compare every target with every output."
+        )

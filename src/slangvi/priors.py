@@ -12,15 +12,10 @@ __all__ = ["ELBO", "Prior"]
 
 @dataclass(frozen=True)
 class Prior:
-    """N(μ₀, diag(λ)⁻¹).
+    """N(μ₀, diag(λ)⁻¹)."""
 
-    Args:
-        precision: λ, (P,).
-        mean: μ₀, (P,).
-    """
-
-    precision: Tensor
-    mean: Tensor
+    precision: Tensor  # λ, (P,)
+    mean: Tensor  # μ₀, (P,)
 
 
 class ELBO(NamedTuple):

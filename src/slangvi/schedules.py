@@ -32,15 +32,10 @@ Schedule = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate that is one number, or one number per parameter tensor when groups differ.
+    """A rate that is one number, or one number per parameter tensor when groups differ."""
 
-    Args:
-        value: the number, or (P,).
-        per_tensor: one number per parameter tensor; None when `value` is a number.
-    """
-
-    value: float | Tensor
-    per_tensor: tuple[float, ...] | None = None
+    value: float | Tensor  # the number, or (P,)
+    per_tensor: tuple[float, ...] | None = None  # one number per parameter tensor; None when `value` is a number
 
     @classmethod
     def of(cls, values: list[float], spec: ParamSpec, like: Tensor) -> Rate:
@@ -50,13 +45,13 @@ class Rate:
         return cls(spec.expand(values, like), tuple(values))
 
 
-def rate_at(name: str, schedule: Schedule, step: int, high: float = float("inf")) -> float:
+def rate_at(name: str, schedule: Schedule, step: int, high: float = math.inf) -> float:
     """Return the rate at a step, checked; the schedule is a number or a function of the step."""
     return checks.rate(name, schedule(step) if callable(schedule) else schedule, high)
 
 
 def warmed_up(precision_lr: float, step: int) -> float:
-    """β of a step counted from 1, or 1/(t+1) while that is more: until then the precision averages all it has seen.
+    """Return β of a step counted from 1, or 1/(t+1) while that is more, so that the precision averages all it has seen.
 
     The mean moves by α P⁻¹ĝ. A precision that starts at `init_precision` and learns with a small β needs 1/β steps to
     hear of the curvature; a mean that moves faster than that overshoots, to where gradients are larger still. A rate of
@@ -69,23 +64,17 @@ def warmed_up(precision_lr: float, step: int) -> float:
     return max(precision_lr, 1.0 / (step + 1)) if precision_lr else 0.0
 
 
+@dataclass(eq=False)
 class InverseTime:
-    """lr_t = lr / (1 + t^decay), t counted from 1; picklable, so schedulers can be saved."""
+    """lr_t = lr / (1 + t^decay), t counted from `first`; picklable, so schedulers can be saved."""
 
-    def __init__(self, lr: float, decay: float) -> None:
-        self.lr = lr
-        self.decay = decay
-
-    def __call__(self, step: int) -> float:
-        """Rate at a step counted from 1."""
-        return float(self.lr / (1.0 + float(step) ** self.decay))
-
-
-class _FromZero(InverseTime):
-    """The schedule for torch's schedulers, which count steps from 0."""
+    lr: float
+    decay: float
+    first: int = 1
 
     def __call__(self, step: int) -> float:
-        return super().__call__(step + 1)
+        """Return the rate at a step."""
+        return float(self.lr / (1.0 + float(step + 1 - self.first) ** self.decay))
 
 
 @overload
@@ -97,7 +86,7 @@ def inverse_time(target: float, decay: float = 0.51) -> InverseTime: ...
 
 
 def inverse_time(target: Optimizer | float, decay: float = 0.51) -> LambdaLR | InverseTime:
-    r"""The paper's schedule, $\alpha_t = \alpha_0 / (1 + t^{\omega})$ with t counted in steps from 1.
+    r"""Return the paper's schedule, $\alpha_t = \alpha_0 / (1 + t^{\omega})$ with t counted in steps from 1.
 
     Args:
         target: an optimizer (gives a torch scheduler, call `step()` after each `opt.step()`), or α₀ itself (gives a
@@ -110,17 +99,13 @@ def inverse_time(target: Optimizer | float, decay: float = 0.51) -> LambdaLR | I
     """
     decay = checks.number("decay", decay, 0.0, closed="low", hint="The paper uses 0.51 to 0.60.")
     if isinstance(target, Optimizer):
-        return LambdaLR(target, _FromZero(1.0, decay))
+        return LambdaLR(target, InverseTime(1.0, decay, first=0))
     return InverseTime(checks.rate("lr", target), decay)
 
 
+@dataclass(eq=False)
 class Cosine:
-    """A rate that falls from `lr` to nearly nothing over so many steps, αₜ = α₀ (1 + cos(πt/T))/2.
-
-    Args:
-        lr: α₀.
-        steps: T.
-        start: steps taken before, from which t is counted.
+    """A rate that falls from `lr` to nearly nothing over `steps` steps after `start`, αₜ = α₀ (1 + cos(πt/T))/2.
 
     Example:
         >>> rate = Cosine(0.2, 100)
@@ -128,35 +113,26 @@ class Cosine:
         (0.199..., 0.1, 0.0002)
     """
 
-    def __init__(self, lr: float, steps: int, start: int = 0) -> None:
-        self.lr, self.steps, self.start = lr, steps, start
+    lr: float
+    steps: int
+    start: int = 0
 
     def __call__(self, step: int) -> float:
-        """Rate at a step counted from 1."""
+        """Return the rate at a step counted from 1."""
         share = min(step - self.start, self.steps) / self.steps
         return self.lr * max(0.5 * (1.0 + math.cos(math.pi * share)), 1e-3)
 
 
 def by_equal_factors(first: Tensor, last: Tensor, share: float | Tensor) -> Tensor:
-    """Interpolate between two positive tensors by equal factors, first · (last/first)^share.
-
-    Example:
-        >>> import torch
-        >>> by_equal_factors(torch.tensor(100.0), torch.tensor(1.0), 0.5)
-        tensor(10.)
-    """
+    """Interpolate between two positive tensors by equal factors, first · (last/first)^share."""
     found: Tensor = first * (last / first) ** share
     return found
-
-
-# β of `slow_precision` times the number of steps.
-_MEMORIES = 10.0
 
 
 def slow_precision(
     num_data: float, steps: int, *, curvature: float = 0.25, temperature: float = 1.0
 ) -> dict[str, float | bool]:
-    r"""Settings for a precision that starts high and learns slowly, to train networks with.
+    r"""Return settings for a precision that starts high and learns slowly, to train networks with.
 
     Far from the optimum the empirical Fisher says little of the curvature, and weights that hardly matter yet would be
     drawn as widely as the prior allows. The high start keeps draws close and steps short until the mean has settled.
@@ -183,5 +159,5 @@ def slow_precision(
     """
     kappa = checks.number("curvature", curvature, 0.0, hint="It is 1/4 for classes.")
     cooled = checks.number("num_data", num_data, 0.0) / checks.number("temperature", temperature, 0.0)
-    rate = min(0.5, _MEMORIES / checks.count("steps", steps))
+    rate = min(0.5, 10.0 / checks.count("steps", steps))
     return {"init_precision": kappa * cooled, "precision_lr": rate, "precision_warmup": False}

@@ -1,7 +1,7 @@
 """Settings of the methods, written once: a frozen dataclass for each family, with checks and documentation.
 
 `build` functions and optimizers take the fields as keywords, see `slangvi.keywords`. A new setting is two edits: its
-field here, with a line under "Args:" and a check, and the place that uses it.
+field here, with its check and a line under "Args:", and the place that uses it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -39,11 +40,14 @@ __all__ = [
     "LowRankSettings",
     "MethodSettings",
     "OptimizerSettings",
-    "check_schedule",
+    "checked",
+    "choice",
     "per_group",
 ]
 
 LogLikelihood = Callable[[Params, Any], Tensor]
+# (name, value) → the plain value; raises if there is none.
+Check = Callable[[str, Any], Any]
 Engine = Literal["factored", "dense"]
 T = TypeVar("T")
 # Defaults of Adam.
@@ -51,24 +55,45 @@ BETAS = (0.9, 0.999)
 EPS = 1e-8
 
 
-def per_group(default: T) -> T:
-    """Return a field that param groups of an optimizer may set, each to its own value."""
-    made: T = field(default=default, metadata={"per_group": True})
+def checked(default: T, check: Check | None, per_group: bool = False) -> T:
+    """Return a field whose value is checked and converted; None is taken as it is where that is the default."""
+    made: T = field(default=default, metadata={"check": check, "per_group": per_group})
     return made
 
 
-def check_schedule(name: str, schedule: Schedule | None, high: float = math.inf) -> None:
-    """Check a rate that is a number; one that is a function of the step is checked at every step."""
-    if schedule is not None and not callable(schedule):
-        checks.rate(name, schedule, high)
+def per_group(default: T) -> T:
+    """Return a field that param groups of an optimizer may set, each to its own value, and check."""
+    return checked(default, None, per_group=True)
+
+
+def choice(*allowed: str) -> Check:
+    """Return a check for one of a few words."""
+    return partial(checks.choice, allowed=allowed)
+
+
+def schedule(high: float = math.inf) -> Check:
+    """Return a check for a rate that is a number; one that is a function of the step is checked at every step."""
+
+    def check(name: str, value: Any) -> Any:
+        if value is not None and not callable(value):
+            checks.rate(name, value, high)
+        return value  # as it is: schedulers may write to a tensor
+
+    return check
 
 
 class CheckedFields:
-    """Base of frozen settings, whose fields are checked and converted when an object is made."""
+    """Base of frozen settings: a new object has its fields checked and converted, see `checked`."""
 
-    def _check(self, name: str, check: Callable[..., Any], *bounds: Any, **others: Any) -> None:
-        """Replace a field by the plain value that a check returns for it; the check raises if there is none."""
-        object.__setattr__(self, name, check(name, getattr(self, name), *bounds, **others))
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            value, check = getattr(self, item.name), item.metadata.get("check")
+            if check is not None and not (value is None and item.default is None):
+                self._check(item.name, check)
+
+    def _check(self, name: str, check: Check) -> None:
+        """Replace a field by the plain value that a check returns for it."""
+        object.__setattr__(self, name, check(name, getattr(self, name)))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -83,16 +108,13 @@ class MethodSettings(CheckedFields):
         temperature: the likelihood is weighed by 1/temperature.
     """
 
-    num_data: int
+    num_data: int = field(
+        metadata={"check": partial(checks.count, hint="Pass the number of training examples, len(train_set).")}
+    )
     lr: Schedule
     prior_precision: Any = per_group(1.0)
-    mc_samples: int = 1
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._check("num_data", checks.count, hint="Pass the number of training examples, len(train_set).")
-        self._check("mc_samples", checks.count)
-        self._check("temperature", checks.number, 0.0)
+    mc_samples: int = checked(1, checks.count)
+    temperature: float = checked(1.0, partial(checks.number, low=0.0))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,16 +135,13 @@ class OptimizerSettings(MethodSettings):
 
     params: Any = field(default=None, kw_only=False)
     lr: float
-    loss_reduction: str = "mean"
-    accumulation_steps: int = 1
-    max_bad_batches: int = 0
+    loss_reduction: str = checked("mean", choice("mean", "sum"))
+    accumulation_steps: int = checked(1, checks.count)
+    max_bad_batches: int = checked(0, partial(checks.count, least=0, hint="0 raises at the first one."))
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("loss_reduction", checks.choice, ("mean", "sum"))
-        self._check("accumulation_steps", checks.count)
-        self._check("max_bad_batches", checks.count, least=0, hint="0 raises at the first one.")
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator or None, got {type(self.generator).__name__}.")
 
@@ -167,22 +186,12 @@ class CurvatureSettings(GaussianSettings):
 
     precision_lr: Schedule | None = per_group(None)
     momentum: float = per_group(0.0)
-    precision_warmup: bool = True
-    verify: bool = True
-    curvature_rows: int | None = None
-    memory_limit: int | None = None
+    precision_warmup: bool = checked(True, checks.flag)
+    verify: bool = checked(True, checks.flag)
+    curvature_rows: int | None = checked(None, partial(checks.count, hint="None takes all examples of a batch."))
+    memory_limit: int | None = checked(None, partial(checks.count, hint="It is a number of bytes."))
     routes: Routes | None = None
-    on_divergence: str = "warn"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("precision_warmup", checks.flag)
-        self._check("verify", checks.flag)
-        self._check("on_divergence", checks.choice, REACTIONS)
-        if self.curvature_rows is not None:
-            self._check("curvature_rows", checks.count, hint="None takes all examples of a batch.")
-        if self.memory_limit is not None:
-            self._check("memory_limit", checks.count, hint="It is a number of bytes.")
+    on_divergence: str = checked("warn", choice(*REACTIONS))
 
     @property
     def routes_within_limit(self) -> Routes:
@@ -196,9 +205,6 @@ class FunctionalSettings(CurvatureSettings):
 
     Args:
         precision_lr: β, a number or a function of the step, at most 1; None follows `lr`, as in the paper.
-        on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
-            step, as long as the steps of one run follow each other: "warn", once for what is built here, "raise"
-            `DivergenceError`, or "ignore". Results are the same.
         model: the module behind `log_likelihood`, which is called with parameters of the module's dtypes.
         engine: "factored" reads gradients off autograd's graph, one backward pass for each draw, and keeps them as
             factors where that is less; "dense" forms all of them by `torch.func`, all draws in one pass if they are
@@ -206,15 +212,13 @@ class FunctionalSettings(CurvatureSettings):
     """
 
     model: nn.Module | None = None
-    engine: Engine | None = None
+    engine: Engine | None = checked(None, choice("factored", "dense"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_schedule("lr", self.lr, self.highest_lr)
-        check_schedule("precision_lr", self.precision_lr, 1.0)
-        self._check("momentum", checks.number, 0.0, 1.0, closed="low")
-        if self.engine is not None:
-            self._check("engine", checks.choice, ("factored", "dense"))
+        self._check("lr", schedule(self.highest_lr))
+        self._check("precision_lr", schedule(1.0))
+        self._check("momentum", partial(checks.number, low=0.0, high=1.0, closed="low"))
         if self.engine == "dense" and self.curvature_rows is not None:
             raise ValueError('curvature_rows needs engine="factored", got "dense". Drop one of them.')
 
@@ -240,11 +244,7 @@ class HessianSettings(FunctionalSettings):
             concave, or nearly so.
     """
 
-    curvature: str = "ef"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("curvature", checks.choice, ("ef", "hessian"))
+    curvature: str = checked("ef", choice("ef", "hessian"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -255,7 +255,7 @@ class _Rank:
         rank: L ≥ 0, columns of the low-rank precision factor U.
     """
 
-    rank: int
+    rank: int = field(metadata={"check": checks.rank})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -263,10 +263,6 @@ class LowRankSettings(FunctionalSettings, _Rank):
     """Settings of `build` for precisions that are low-rank plus diagonal."""
 
     momentum: float = per_group(0.9)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("rank", checks.rank)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -279,11 +275,7 @@ class CompiledSettings(LowRankSettings):
             eagerly. Python code in `log_likelihood` then runs only when a graph is captured and when a check is due.
     """
 
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("compile", checks.flag)
+    compile: bool = checked(False, checks.flag)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -299,29 +291,24 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
     lr: float = per_group(0.05)
     precision_lr: float | None = per_group(None)
     curvature: str = "ef"
-    engine: Engine = "factored"
+    engine: Engine = checked("factored", choice("factored", "dense"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("engine", checks.choice, ("factored", "dense"))
         if self.curvature == "hessian":
             raise ValueError(
                 'curvature must be "ef" for an optimizer, got "hessian": a backward pass holds no second derivatives. '
                 'Use the functional interface, build(..., curvature="hessian").'
             )
-        self._check("curvature", checks.choice, ("ef",))
+        self._check("curvature", choice("ef"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LowRankOptimizerSettings(CurvatureOptimizerSettings, _Rank):
     """Settings of optimizers whose precision is low-rank plus diagonal."""
 
-    rank: int = 1
+    rank: int = checked(1, checks.rank)
     momentum: float = per_group(0.9)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("rank", checks.rank)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -333,11 +320,7 @@ class CompiledOptimizerSettings(LowRankOptimizerSettings):
             are the user's own. Without a CUDA device a warning says so and steps run eagerly.
     """
 
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("compile", checks.flag)
+    compile: bool = checked(False, checks.flag)
 
 
 # ---- methods that move by Adam
@@ -353,23 +336,13 @@ class AdamSettings(MethodSettings):
         eps: ε of Adam, against gradients of the whole objective, which grow with N.
     """
 
-    lr: Schedule = per_group(1e-3)
-    betas: tuple[float, float] = per_group(BETAS)
-    eps: float = per_group(EPS)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_schedule("lr", self.lr)
-        object.__setattr__(self, "betas", checks.betas(self.betas))
-        self._check("eps", checks.number, 0.0)
+    lr: Schedule = checked(1e-3, schedule(), per_group=True)
+    betas: tuple[float, float] = checked(BETAS, lambda name, value: checks.betas(value), per_group=True)
+    eps: float = checked(EPS, partial(checks.number, low=0.0), per_group=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AdamOptimizerSettings(OptimizerSettings, AdamSettings):
-    """Settings of optimizers that move by Adam.
+    """Settings of optimizers that move by Adam."""
 
-    Args:
-        lr: α of Adam.
-    """
-
-    lr: float = per_group(1e-3)
+    lr: float = checked(1e-3, schedule(), per_group=True)

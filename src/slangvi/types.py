@@ -45,21 +45,28 @@ class Routes:
                 raise ValueError(f"{name} must be a number of bytes ≥ 0, got {getattr(self, name)}.")
 
     def within(self, memory_limit: int | None) -> Routes:
-        """The same with nothing larger than a number of bytes."""
+        """Return the routes with nothing larger than a number of bytes."""
         if memory_limit is None:
             return self
         form, chunk = min(self.form_bytes, memory_limit), min(self.chunk_bytes, memory_limit)
         return replace(self, form_bytes=form, chunk_bytes=chunk)
 
     def layer(self, name: str) -> str:
-        """The word for a parameter; the first name or glob that fits counts."""
+        """Return the word for a parameter; the first name or glob that fits counts."""
         if isinstance(self.layers, str):
             return self.layers
         return next((word for key, word in self.layers.items() if fnmatchcase(name, key)), "auto")
 
 
 class Transform(NamedTuple):
-    """A variational method as pure functions over an immutable state."""
+    """A variational method as pure functions over an immutable state.
+
+    Args:
+        init: params, a dict of tensors → state.
+        update: (state, batch, generator=None) → state, info.
+        sample: (state, shape=(), generator=None) → name → draws.
+        posterior: state → a torch distribution over the flat vector.
+    """
 
     init: Callable[..., Any]
     update: Callable[..., Any]

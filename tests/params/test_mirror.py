@@ -64,7 +64,7 @@ def test_a_gpu_is_asked_for_its_numbers_only_when_told_to():
     with torch.no_grad():
         model[1].bias.mul_(2.0)
     assert mirror.changed(on_gpu(loc), contents=False)
-    mirror.mark()
+    mirror.write(loc)
     assert not mirror.changed(on_gpu(loc), contents=False)
 
 

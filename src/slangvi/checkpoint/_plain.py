@@ -63,7 +63,7 @@ RECORDS = {
     "bbb": Record("slangvi.methods.bbb:State", (*_ADAMS, *_ENDS, "scale")),
     "mc_dropout": Record("slangvi.methods.mc_dropout:State", ("loc", "momentum", "square", "rates", *_ENDS)),
     "exact": Record("slangvi.methods.exact:State", ("point", "damping", "newton_damping", *_ENDS, "family")),
-    "exact-point": Record("slangvi.methods._exact_objective:Point", _PLACES),
+    "exact-point": Record("slangvi.methods.exact:Point", _PLACES),
     "replicas": Record(
         "slangvi.replicas.state:State", ("loc", "prec_factor", "prec_diag", "momentum", "step", "failed", "spec")
     ),
@@ -75,7 +75,7 @@ RECORDS = {
     "DensePrecisionNormal": Record(
         "slangvi.distributions:DensePrecisionNormal", ("loc", "precision_matrix", "param_spec"), _UNCHECKED
     ),
-    "DroppedWeights": Record("slangvi.methods._masks:DroppedWeights", ("loc", "rates", "param_spec")),
+    "DroppedWeights": Record("slangvi.methods.mc_dropout:DroppedWeights", ("loc", "rates", "param_spec")),
 }
 
 

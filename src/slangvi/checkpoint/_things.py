@@ -13,7 +13,7 @@ from slangvi.checkpoint._plain import RECORDS, encode, record_of
 from slangvi.errors import CheckpointError
 from slangvi.optimizer import VariationalOptimizer
 from slangvi.params import ParamSpec
-from slangvi.params.packing import layout_mismatch, possible
+from slangvi.params.state import layout_mismatch, possible
 
 __all__ = ["described", "misfit", "taken_apart", "unlike_model"]
 

@@ -130,7 +130,7 @@ class FakeRun:
             thetas = state.precision.sample((settings.mc_samples,), None, state.loc)
         gather = dense_gatherer(log_likelihood, settings.memory_limit)
         if settings.reads_graph:
-            gather = rows = RowGatherer(log_likelihood, settings, settings.rank)
+            gather = rows = RowGatherer(log_likelihood, settings)
             rows.plans = plans
         with self.memory.phase(*PASS):
             gradients, _ = gather(self.spec, thetas, (self.inputs, self.target), None)

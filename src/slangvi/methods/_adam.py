@@ -1,4 +1,4 @@
-r"""Adam (Kingma & Ba 2015) as arithmetic that looks at no number, and what the methods that take it share.
+r"""Adam (Kingma & Ba 2015) as arithmetic that looks at no number, and the frames of the methods that move by it.
 
 $$ m^+ = \beta_1 m + (1-\beta_1)\,g, \qquad v^+ = \beta_2 v + (1-\beta_2)\,g \circ g, \qquad
    x^+ = x - \alpha\,\frac{m^+ / (1-\beta_1^t)}{\sqrt{v^+ / (1-\beta_2^t)} + \epsilon} $$
@@ -9,27 +9,28 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slangvi.methods._averages import lerp
-from slangvi.methods.gather import GRADIENT_REMEDY
+from slangvi.methods._build import Basics
+from slangvi.methods.gather import GRADIENT_REMEDY, checked_mean
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
-from slangvi.params import ParamSpec
+from slangvi.params import Params, ParamSpec
 from slangvi.params.state import require_finite
 from slangvi.rows import GradientRecorder, RowGroup
 from slangvi.schedules import Rate
-from slangvi.settings import BETAS, EPS
+from slangvi.settings import BETAS, EPS, AdamSettings
+from slangvi.types import Transform
 
-__all__ = ["BETAS", "EPS", "AdamOptimizer", "Betas", "Moving", "Number", "fitted", "moved", "require_moved"]
+__all__ = ["BETAS", "EPS", "AdamOptimizer", "Betas", "Moving", "Number", "adam_step", "adam_transform", "to_dtype_of"]
 
 # A number, or a tensor that broadcasts against (..., P): one for every run of a batch is (..., 1).
 Number = float | Tensor
 Betas = tuple[Number, Number]
-ADAM_REMEDY = "Lower lr, or use float64 parameters."
 
 
 class Moving(NamedTuple):
@@ -47,57 +48,47 @@ class Moving(NamedTuple):
 
     @classmethod
     def at(cls, value: Tensor) -> Moving:
-        """Before the first step."""
+        """Return the vector before the first step."""
         return cls(value, torch.zeros_like(value), torch.zeros_like(value))
 
 
-def moved(
+def adam_step(
     x: Moving, gradient: Tensor, *, lr: Rate | Number, step: int | Tensor, betas: Betas = BETAS, eps: Number = EPS
 ) -> Moving:
-    """One step of Adam. Nothing is looked at and no tensor changed, so that it can be captured in a CUDA graph.
+    """Return x after one step of Adam. No number is read and no tensor changed, so a CUDA graph can capture it.
 
-    Args:
-        x: before the step.
-        gradient: g, (..., P).
-        lr: α; a number, a tensor that broadcasts against (..., P), or a `Rate`.
-        step: t, counted from 1; a number or a tensor, likewise.
-        betas: β₁ and β₂.
-        eps: ε.
+    Every number may be a tensor that broadcasts against (..., P); `step` is counted from 1.
 
     Example:
-        >>> x = moved(Moving.at(torch.zeros(2)), torch.tensor([3.0, -0.1]), lr=0.5, step=torch.tensor(1))
+        >>> x = adam_step(Moving.at(torch.zeros(2)), torch.tensor([3.0, -0.1]), lr=0.5, step=torch.tensor(1))
         >>> x.value, x.momentum
         (tensor([-0.5000,  0.5000]), tensor([ 0.3000, -0.0100]))
     """
     # By 1 − β, whose digits float32 keeps; of β close to 1 it would lose half of them.
     momentum = lerp(x.momentum, gradient, 1 - betas[0])
     square = lerp(x.square, gradient.square(), 1 - betas[1])
-    rate = fitted(lr.value if isinstance(lr, Rate) else lr, x.value) / _correction(betas[0], step, x.value)
-    spread = (square / _correction(betas[1], step, x.value)).sqrt_().add_(fitted(eps, x.value))
+    rate = to_dtype_of(x.value, lr.value if isinstance(lr, Rate) else lr) / _correction(betas[0], step, x.value)
+    spread = (square / _correction(betas[1], step, x.value)).sqrt_().add_(to_dtype_of(x.value, eps))
     return Moving(x.value - rate * (momentum / spread), momentum, square)
 
 
 def _correction(beta: Number, step: int | Tensor, like: Tensor) -> Number:
-    """1 − βᵗ, in float64 whatever the state's dtype: it cancels when β is close to 1."""
-    base = beta.to(torch.float64) if isinstance(beta, Tensor) else beta
-    return fitted(1 - base ** (step.to(torch.float64) if isinstance(step, Tensor) else step), like)
+    """Return 1 − βᵗ, computed in float64 whatever the state's dtype: it cancels when β is close to 1."""
+    base, power = (x.to(torch.float64) if isinstance(x, Tensor) else x for x in (beta, step))
+    return to_dtype_of(like, 1 - base**power)
 
 
-def fitted(x: Number, like: Tensor) -> Number:
-    """The same number, in a dtype that does not widen the result."""
+def to_dtype_of(like: Tensor, x: Number) -> Number:
+    """Return a number in a dtype that does not widen the result."""
     return x.to(like.dtype) if isinstance(x, Tensor) else x
 
 
-def require_moved(
+def require_finite_step(
     step: int, spec: ParamSpec, gradients: Callable[[], Sequence[Tensor]], moving: Mapping[str, Moving]
 ) -> None:
     """Raise `NumericalError` unless all is finite; when it is, that is one look at the device.
 
-    Args:
-        step: number of the step, for the message.
-        spec: layout.
-        gradients: what the vectors were moved by, (..., P) each, computed when something is wrong.
-        moving: what it is called → the vector after the step.
+    `gradients` is called when something is wrong; `moving` has the vectors after the step by their names.
     """
     # NaN and Inf survive the sums. Gradients whose squares overflow would leave a finite value that never moves again.
     total = torch.stack([x.value.sum() + x.square.sum() for x in moving.values()]).sum()
@@ -106,40 +97,56 @@ def require_moved(
     require_finite("the gradient", step, spec, GRADIENT_REMEDY, *gradients())
     for name, x in moving.items():
         require_finite(f"the squared gradient by the {name}", step, spec, GRADIENT_REMEDY, x.square)
-        require_finite(f"the new {name}", step, spec, ADAM_REMEDY, x.value)
+        require_finite(f"the new {name}", step, spec, "Lower lr, or use float64 parameters.", x.value)
+
+
+def adam_transform(
+    settings: AdamSettings,
+    init: Callable[[Params], Any],
+    gather: Callable[[Any, Any, torch.Generator | None], tuple[tuple[Tensor, ...], Tensor]],
+    update: Callable[..., tuple[Any, Any]],
+    sample: Callable[..., Any],
+    posterior: Callable[..., Any],
+) -> Transform:
+    """Return the pure functions of a method that moves by Adam.
+
+    `gather` takes (state, batch, generator) and returns the tensors for `update`, and log-likelihoods (S, M).
+    """
+    basics = Basics(settings)
+
+    def take(state: Any, batch: Any, generator: torch.Generator | None) -> tuple[Any, Any]:
+        tensors, values = gather(state, batch, generator)
+        fit = settings.num_data * checked_mean(values)
+        options: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "lr": basics.rate(state.step + 1)}
+        options |= {"num_rows": values.numel(), "num_data": basics.effective_num_data, "prior": basics.prior_of(state)}
+        new, info = update(state, *tensors, **options)
+        return new, replace(info, expected_log_likelihood=fit)
+
+    return basics.framed(init, take, sample, posterior)
 
 
 @dataclass(frozen=True)
 class SumGroup(RowGroup):
-    """What one backward pass brought, added up over its examples, and what its weights were drawn from.
+    """Gradients of one backward pass, added up over its examples."""
 
-    Args:
-        drawn: the numbers behind the draw, such as its noise, (P,); None until somebody says so.
-    """
-
-    drawn: Tensor | None = None
+    drawn: Tensor | None = None  # the numbers behind the draw of the weights, such as its noise, (P,)
 
     def sum(self, spec: ParamSpec, like: Tensor) -> Tensor:
         """Return Σ_i g_i as one vector (P,), zeros for parameters the pass did not reach."""
-        found = {name: self.totals.get(name) for name in spec.names}
-        sizes = dict(zip(spec.names, spec.numels, strict=True))
-        pieces = [like.new_zeros(sizes[name]) if x is None else x.flatten().to(like) for name, x in found.items()]
-        return torch.cat(pieces).mul_(self.scale)
+        found = [(self.totals.get(name), size) for name, size in zip(spec.names, spec.numels, strict=True)]
+        return torch.cat([like.new_zeros(n) if x is None else x.flatten().to(like) for x, n in found]).mul_(self.scale)
 
 
 class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
-    """Optimizers that need the gradient of each draw, added up over its examples, and move by Adam."""
+    """Base of optimizers that need the gradient of each draw, added up over its examples, and move by Adam."""
 
-    _drawn: Tensor  # what the draw in the model was made of, (P,)
+    _drawn: Tensor  # the numbers behind the draw in the model, (P,)
 
     @abstractmethod
     def _advance_sums(self, gradients: Tensor, drawn: Tensor, **options: Any) -> tuple[StateT, InfoT]:
-        """The method's update.
+        """Take the method's step from the summed gradients and the numbers behind the draws, (S, P) each.
 
-        Args:
-            gradients: gradient of the summed negative log-likelihood of every backward pass, (S, P).
-            drawn: what its draw was made of, (S, P).
-            options: `num_rows`, `num_data`, `lr`, `betas`, `eps` and `ages` of `update`.
+        `options` are `num_rows`, `num_data`, `lr`, `betas`, `eps` and `ages` of `update`.
         """
 
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
@@ -147,16 +154,10 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
         gradients = torch.stack([group.sum(self._spec, like) for group in groups])
         drawn = torch.stack([group.drawn.to(like) for group in groups if group.drawn is not None])
         betas, eps = self._hyper.adam()
-        return self._advance_sums(
-            gradients,
-            drawn,
-            num_rows=sum(group.num_rows for group in groups),
-            num_data=self.settings.num_data / self.settings.temperature,
-            lr=self._hyper.lr(),
-            betas=betas,
-            eps=eps,
-            ages=self._hyper.ages(self._state.step + 1),
-        )
+        options: dict[str, Any] = {"lr": self._hyper.lr(), "betas": betas, "eps": eps}
+        options["num_rows"] = sum(group.num_rows for group in groups)
+        options["num_data"] = self.settings.num_data / self.settings.temperature
+        return self._advance_sums(gradients, drawn, ages=self._hyper.ages(self._state.step + 1), **options)
 
     def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientRecorder:
         return GradientRecorder(self.model, spec, dtype, wants_rows=False)

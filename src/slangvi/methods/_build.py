@@ -1,16 +1,18 @@
-"""The frame of the functional interfaces: prior, schedules, and the order of a step."""
+"""The frame of the functional interfaces: prior, schedules, exact Hessians, and the order of a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.func import grad, vjp, vmap
 
 from slangvi.divergence import REMEDY, Watch
+from slangvi.errors import UnsupportedModuleError
 from slangvi.methods._gaussian import GaussianState
 from slangvi.methods.gather import Gatherer, RowGatherer, dense_gatherer, dtypes_of
 from slangvi.out_of_memory import out_of_memory_advice
@@ -18,53 +20,53 @@ from slangvi.params import Params, ParamSpec
 from slangvi.params.state import FlatState
 from slangvi.params.values import per_parameter
 from slangvi.priors import Prior
+from slangvi.rows.dense import Together, draws_at_once
 from slangvi.schedules import Rate, rate_at, warmed_up
-from slangvi.settings import FunctionalSettings, GaussianSettings, LogLikelihood, MethodSettings
+from slangvi.settings import FunctionalSettings, HessianSettings, LogLikelihood, MethodSettings
 from slangvi.types import Transform
 
-__all__ = ["Basics", "Common", "Replay"]
+__all__ = ["HESSIAN_REMEDY", "Basics", "Common", "Replay", "hessian_gatherer", "sample"]
+
+HESSIAN_REMEDY = (
+    'The Hessian of a likelihood that is not log-concave may be negative: use curvature="ef", more mc_samples, a lower '
+    'precision_lr or a larger prior_precision. If it is "ef" already, rounding did this: use float64 parameters.'
+)
+
+# Rows of a Hessian computed together: each holds the activations of a backward pass.
+_ROWS = 64
 
 AnyState = TypeVar("AnyState", bound=FlatState)
 StateT = TypeVar("StateT", bound=GaussianState)
 # State, batch, generator, α and β (None: as α) → state and info after the step and the mean log-likelihood; None where
 # the step has to be taken by `update`.
 Replay = Callable[[StateT, Any, torch.Generator | None, float, float | None], tuple[StateT, Any, float] | None]
-# Layout, draws (S, P), batch → what `update` takes as its curvature.
-Curvature = Callable[[ParamSpec, Tensor, Any], Tensor]
 
 
 class Basics:
-    """The frame around a method's own functions, whatever the method.
+    """Prior, rates and `Transform` of any method, given its settings."""
 
-    Args:
-        settings: of the method.
-        highest_lr: what α may not exceed.
-    """
-
-    def __init__(self, settings: MethodSettings, highest_lr: float = math.inf) -> None:
+    def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
-        self._highest_lr = highest_lr
-        self._prior_mean = settings.prior_mean if isinstance(settings, GaussianSettings) else 0.0
         self._priors: dict[tuple[ParamSpec, torch.dtype, torch.device], Prior] = {}
 
     @property
     def effective_num_data(self) -> float:
-        """N divided by the temperature, what the likelihood of an average example is multiplied by."""
+        """N divided by the temperature, the weight of an average example's likelihood."""
         return self.settings.num_data / self.settings.temperature
 
-    def prior_of(self, state: FlatState, like: Tensor | None = None) -> Prior:
-        """λ and μ₀ in the layout of a state, with the dtype and device of its mean or of a tensor like it."""
-        like = state.loc if like is None else like
+    def prior_of(self, state: FlatState) -> Prior:
+        """Return λ and μ₀ in the layout, dtype and device of a state; computed once for each of these."""
+        like = state.loc
         key = (state.spec, like.dtype, like.device)
         if key not in self._priors:
             lam = per_parameter("prior_precision", self.settings.prior_precision, state.spec, like)
-            mean = per_parameter("prior_mean", self._prior_mean, state.spec, like, positive=False)
-            self._priors[key] = Prior(lam, mean)
+            given = getattr(self.settings, "prior_mean", 0.0)
+            self._priors[key] = Prior(lam, per_parameter("prior_mean", given, state.spec, like, positive=False))
         return self._priors[key]
 
     def rate(self, step: int) -> float:
-        """α of a step."""
-        return rate_at("lr", self.settings.lr, step, self._highest_lr)
+        """Return α of a step."""
+        return rate_at("lr", self.settings.lr, step, getattr(self.settings, "highest_lr", math.inf))
 
     def framed(
         self,
@@ -73,18 +75,11 @@ class Basics:
         sample: Callable[..., Any],
         posterior: Callable[..., Any],
     ) -> Transform:
-        """A method as pure functions.
-
-        Args:
-            init: params → the state before the first step; the prior is then checked.
-            take: (state, batch, generator) → the next state, and what can be told about it.
-            sample: the method's own.
-            posterior: likewise.
-        """
+        """Return the pure functions of a method whose step is take(state, batch, generator) → state, info."""
 
         def begin(params: Params) -> AnyState:
             state = init(params)
-            self.prior_of(state)
+            self.prior_of(state)  # checks the prior
             return state
 
         def advance(state: AnyState, batch: Any, generator: torch.Generator | None = None) -> tuple[AnyState, Any]:
@@ -95,27 +90,17 @@ class Basics:
 
 
 class Common(Basics):
-    """The frame around methods that need the gradient of every example; `transform` makes pure functions of it.
-
-    Args:
-        log_likelihood: (params, batch) → (M,).
-        settings: of the method.
-        rank: L, for the count of costs.
-    """
+    """Gradients of every example, and their checks, for the methods that need them."""
 
     settings: FunctionalSettings
 
-    def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings, rank: int = 0) -> None:
-        super().__init__(settings, settings.highest_lr)
+    def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings) -> None:
+        super().__init__(settings)
+        self.log_likelihood = log_likelihood
         self.gather: Gatherer = dense_gatherer(log_likelihood, settings.memory_limit)
         if settings.reads_graph:
-            self.gather = RowGatherer(log_likelihood, settings, rank)
+            self.gather = RowGatherer(log_likelihood, settings)
         self._watch = Watch(settings.on_divergence, REMEDY)
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Of the parameters that `log_likelihood` is to be called with, by name; those of the draws if missing."""
-        return dtypes_of(self.settings.model) if self.settings.reads_graph else {}
 
     def transform(
         self,
@@ -124,19 +109,18 @@ class Common(Basics):
         sample: Callable[..., Any],
         posterior: Callable[..., Any],
         *,
-        curvature: Curvature | None = None,
+        diagonal_hessian: bool = False,
         replay: Replay[StateT] | None = None,
     ) -> Transform:
-        """A method as pure functions.
+        """Return the pure functions of a method.
 
-        Args:
-            init: params → the state before the first step.
-            update: the method's own.
-            sample: likewise.
-            posterior: likewise.
-            curvature: computes what `update` is to take for the curvature; None leaves it to the gradients.
-            replay: takes a whole step in another way, where it can.
+        Where the settings ask for exact Hessians, `diagonal_hessian` gives `update` their diagonals only. `replay`
+        takes a whole step in another way, where it can.
         """
+        hessian = None
+        if isinstance(self.settings, HessianSettings) and self.settings.curvature == "hessian":
+            dtypes = dtypes_of(self.settings.model) if self.settings.reads_graph else {}
+            hessian = hessian_gatherer(self.log_likelihood, diagonal_hessian, dtypes)
 
         def take(state: StateT, batch: Any, generator: torch.Generator | None) -> tuple[StateT, Any]:
             alpha, beta = self._rates(state.step + 1)
@@ -146,8 +130,8 @@ class Common(Basics):
                 thetas = state.precision.sample((self.settings.mc_samples,), generator, state.loc)
                 gradients, fit = self.gather(state.spec, thetas, batch, generator)
                 options: dict[str, Any] = {"lr": Rate(alpha), "precision_lr": None if beta is None else Rate(beta)}
-                if curvature is not None:
-                    options["curvature"] = curvature(state.spec, thetas, batch)
+                if hessian is not None:
+                    options["curvature"] = hessian(state.spec, thetas, batch)
                 size = self.effective_num_data
                 taken = *update(state, gradients, num_data=size, prior=prior, momentum=decay, **options), fit
             new, info, fit = taken
@@ -158,9 +142,64 @@ class Common(Basics):
         return self.framed(init, take, sample, posterior)
 
     def _rates(self, step: int) -> tuple[float, float | None]:
-        """α and β of a step."""
+        """Return α and β of a step; β is None where it follows α."""
         alpha, beta, warms_up = self.rate(step), self.settings.precision_lr, self.settings.precision_warmup
         if beta is None and not warms_up:
             return alpha, None
         plain = alpha if beta is None else rate_at("precision_lr", beta, step, 1.0)
         return alpha, warmed_up(plain, step) if warms_up else plain
+
+
+def sample(
+    state: GaussianState, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
+) -> dict[str, Tensor]:
+    """Draws from q: name → tensor with `sample_shape`, then a batch's dimensions, in front of the parameter's shape."""
+    return state.spec.unflatten(state.precision.sample(tuple(sample_shape), generator, state.loc))
+
+
+def hessian_gatherer(
+    log_likelihood: Callable[[Params, Any], Tensor], diagonal: bool, dtypes: Mapping[str, torch.dtype] | None = None
+) -> Callable[[ParamSpec, Tensor, Any], Tensor]:
+    """Return a function of (layout, draws (S, P), batch) that gives the Hessian summed over draws and examples.
+
+    Every draw takes one forward and backward pass, and one more backward pass through both for each of the P
+    parameters, diagonal or not: automatic differentiation gives whole rows. Small problems take all draws in one pass.
+    `dtypes` are those of the parameters that `log_likelihood` expects, by name; others have those of the draws.
+
+    Example:
+        >>> found = hessian_gatherer(lambda params, x: -0.5 * (x @ params["w"]) ** 2, diagonal=False)
+        >>> found(ParamSpec.of({"w": torch.zeros(2)}), torch.zeros(1, 2), torch.tensor([[1.0, 2.0]]))
+        tensor([[1., 2.],
+                [2., 4.]])
+    """
+    together, known = Together(), dtypes or {}
+
+    def gather(spec: ParamSpec, thetas: Tensor, batch: Any) -> Tensor:
+        def loss(flat: Tensor) -> Tensor:
+            params = {name: value.to(known.get(name, value.dtype)) for name, value in spec.unflatten(flat).items()}
+            return -log_likelihood(params, batch).sum()
+
+        at_once = draws_at_once(spec, thetas, batch, backward_passes=min(_ROWS, spec.num_params))
+        return together.summed(lambda theta: _hessian(loss, theta, diagonal), thetas, at_once)
+
+    return gather
+
+
+def _hessian(loss: Callable[[Tensor], Tensor], theta: Tensor, diagonal: bool) -> Tensor:
+    """Return the second derivatives at one point, (P,) or (P, P)."""
+    size, found = len(theta), []
+    try:
+        pull = vjp(grad(loss), theta)[1]
+        for place in torch.arange(size, device=theta.device).split(_ROWS):
+            units = torch.zeros(len(place), size, dtype=theta.dtype, device=theta.device)
+            units.scatter_(1, place[:, None], 1.0)
+            rows = vmap(lambda unit: pull(unit)[0])(units)
+            found.append(rows.gather(1, place[:, None])[:, 0] if diagonal else rows)
+    except RuntimeError as error:
+        if "derivative for" not in str(error):
+            raise
+        raise UnsupportedModuleError(
+            'curvature="hessian" needs second derivatives, which an operation in log_likelihood does not have: '
+            f'{error} Use curvature="ef".'
+        ) from error
+    return torch.cat(found)

@@ -13,7 +13,7 @@ step costs S passes forward and backward and nothing by example.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,15 +26,15 @@ from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import DiagonalPrecision
 from slangvi.linalg.noise import standard_normal
-from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number, fitted, moved, require_moved
-from slangvi.methods._build import Basics
+from slangvi.methods import _adam
+from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number
 from slangvi.methods._gaussian import Info, kl_to_prior, start
-from slangvi.methods.gather import checked_mean, sum_gatherer
+from slangvi.methods.gather import sum_gatherer
 from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params, ParamSpec
 from slangvi.priors import Prior
 from slangvi.schedules import Rate
-from slangvi.settings import AdamOptimizerSettings, AdamSettings, GaussianSettings, LogLikelihood
+from slangvi.settings import AdamOptimizerSettings, AdamSettings, GaussianSettings, LogLikelihood, checked, choice
 from slangvi.types import Transform
 
 __all__ = ["BBB", "Info", "Moving", "State", "advanced", "build", "init", "posterior", "sample", "stddev_of", "update"]
@@ -45,18 +45,18 @@ _LINEAR = 40.0
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What the next step needs; leading dimensions are a batch of runs.
+    """State between steps; leading dimensions are a batch of runs.
 
     Args:
         loc: μ, (..., P).
         rho: ρ, the unconstrained scale, (..., P).
         loc_momentum: Adam's mean of gradients by μ, (..., P).
         loc_square: its mean of their squares, (..., P).
-        rho_momentum: the same by ρ, (..., P).
-        rho_square: likewise, (..., P).
+        rho_momentum: the mean of gradients by ρ, (..., P).
+        rho_square: the mean of their squares, (..., P).
         step: steps taken so far.
         spec: names and shapes behind the flat vectors.
-        scale: "softplus" or "log", how ρ is to be read.
+        scale: "softplus" or "log", see `stddev_of`.
     """
 
     loc: Tensor
@@ -82,37 +82,21 @@ class State:
     @property
     def moving(self) -> tuple[Moving, Moving]:
         """μ and ρ with their running means, as `advanced` takes them."""
-        by_loc = Moving(self.loc, self.loc_momentum, self.loc_square)
-        return by_loc, Moving(self.rho, self.rho_momentum, self.rho_square)
+        loc = Moving(self.loc, self.loc_momentum, self.loc_square)
+        return loc, Moving(self.rho, self.rho_momentum, self.rho_square)
 
 
 def init(params: Params, init_precision: Any = 1.0, scale: str = "softplus") -> State:
-    """Start at the given values with σ = `init_precision`^(−½).
-
-    Args:
-        params: name → tensor.
-        init_precision: 1/σ²; number, dict of names or globs, or (P,) tensor.
-        scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ.
-    """
+    """Start at the given values with σ = `init_precision`^(−½): number, dict of names or globs, or (P,) tensor."""
     checks.choice("scale", scale, ("softplus", "log"))
     spec, loc, precision = start(params, init_precision)
     sigma = precision.rsqrt()
     rho = sigma.log() if scale == "log" else sigma + torch.log(-torch.expm1(-sigma))
-    return _state_of(Moving.at(loc), Moving.at(rho), 0, spec, scale)
-
-
-def _state_of(loc: Moving, rho: Moving, step: int, spec: ParamSpec, scale: str) -> State:
-    return State(
-        loc.value, rho.value, loc.momentum, loc.square, rho.momentum, rho.square, step=step, spec=spec, scale=scale
-    )
+    return State(loc, rho, *Moving.at(loc)[1:], *Moving.at(rho)[1:], step=0, spec=spec, scale=scale)
 
 
 def stddev_of(rho: Tensor, scale: str = "softplus") -> Tensor:
-    """σ from the unconstrained ρ, (..., P); looks at no number.
-
-    Args:
-        rho: ρ, (..., P).
-        scale: "softplus" or "log".
+    """Return σ from the unconstrained ρ, (..., P): log(1 + exp ρ) for "softplus", exp ρ for "log".
 
     Example:
         >>> stddev_of(torch.tensor([0.0, -5.0])), stddev_of(torch.zeros(1), "log")
@@ -135,7 +119,7 @@ def advanced(
     eps: Number = EPS,
     scale: str = "softplus",
 ) -> tuple[Moving, Moving]:
-    r"""The arithmetic of a step. It looks at no number and changes no tensor, so that a CUDA graph can capture it.
+    r"""Return μ and ρ after a step. No number is read and no tensor changed, so that a CUDA graph can capture it.
 
     $$ g_\mu = \tfrac NR \textstyle\sum_s g_s + \lambda(\mu - \mu_0), \qquad
        g_\rho = \Bigl[\tfrac NR \sum_s g_s \circ \varepsilon_s + \lambda\sigma - \sigma^{-1}\Bigr]
@@ -155,17 +139,14 @@ def advanced(
         betas: β₁ and β₂ of Adam.
         eps: ε of Adam, against gradients of the whole negative ELBO.
         scale: "softplus" or "log".
-
-    Returns:
-        μ and ρ after the step, with their running means.
     """
-    sigma, lam, share = stddev_of(rho.value, scale), prior.precision, fitted(weight, loc.value)
+    sigma, lam, share = stddev_of(rho.value, scale), prior.precision, _adam.to_dtype_of(loc.value, weight)
     slope = rho.value.sigmoid() if scale == "softplus" else sigma
     by_loc = torch.addcmul(share * gradients.sum(0), lam, loc.value - prior.mean)
     by_sigma = torch.addcmul(share * (gradients * noise).sum(0), lam, sigma)
     by_rho = slope * by_sigma - slope / sigma
     options: dict[str, Any] = {"lr": lr, "step": step, "betas": betas, "eps": eps}
-    return moved(loc, by_loc, **options), moved(rho, by_rho, **options)
+    return _adam.adam_step(loc, by_loc, **options), _adam.adam_step(rho, by_rho, **options)
 
 
 def update(
@@ -181,40 +162,21 @@ def update(
     eps: Number = EPS,
     ages: Tensor | None = None,
 ) -> tuple[State, Info]:
-    """One step from the gradients at S draws; leading dimensions of the state are a batch of runs.
+    """Take one step from the gradients at S draws; leading dimensions of the state are a batch of runs.
 
-    Args:
-        state: before the step; never modified.
-        gradients: the gradient of the negative log-likelihood at each draw, added up over the batch, (S, ..., P).
-        noise: ε, what the draws θ_s = μ + σ∘ε_s were made of, (S, ..., P).
-        num_rows: R = S·M, how many examples at how many draws the gradients were added up over.
-        num_data: N, divided by the temperature if there is one; a number or a tensor (..., 1).
-        prior: λ and μ₀, (P,) or (..., P).
-        lr: α; a number, a tensor (..., 1) with a rate for every run, or a `Rate`.
-        betas: β₁ and β₂ of Adam.
-        eps: ε of Adam.
-        ages: t of each entry where some joined later, (P,); None for the state's own.
+    Arguments are those of `advanced`. N/R comes apart: `num_rows` is R = S·M, draws times examples, `num_data` is N,
+    divided by the temperature if there is one. `ages` are t of each entry where some joined later, (P,).
 
     Returns:
-        The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
-        that is not finite, which is the one look at the numbers.
+        The state after the step, and its diagnostics. Raises `NumericalError` instead of returning a state that is not
+        finite, which is the one look at the numbers.
     """
-    step = state.step + 1
-    loc, rho = advanced(
-        *state.moving,
-        gradients,
-        noise,
-        weight=num_data / num_rows,
-        prior=prior,
-        lr=lr,
-        step=step if ages is None else ages,
-        betas=betas,
-        eps=eps,
-        scale=state.scale,
-    )
+    step, weight = state.step + 1, num_data / num_rows
+    options: dict[str, Any] = {"lr": lr, "step": step if ages is None else ages, "betas": betas, "eps": eps}
+    loc, rho = advanced(*state.moving, gradients, noise, weight=weight, prior=prior, scale=state.scale, **options)
     sums = lambda: (gradients.sum(0), (gradients * noise).sum(0))  # noqa: E731
-    require_moved(step, state.spec, sums, {"mean": loc, "scale": rho})
-    after = _state_of(loc, rho, step, state.spec, state.scale)
+    _adam.require_finite_step(step, state.spec, sums, {"mean": loc, "scale": rho})
+    after = State(loc.value, rho.value, *loc[1:], *rho[1:], step=step, spec=state.spec, scale=state.scale)
     return after, Info(step, num_rows, _state=after, _prior=prior)
 
 
@@ -227,7 +189,7 @@ def sample(
 
 
 def posterior(state: State) -> LowRankPrecisionNormal:
-    """Q as a torch distribution over the flat vector, of rank 0."""
+    """Return q as a torch distribution over the flat vector, of rank 0."""
     factor, diag = state.loc.new_zeros(*state.loc.shape, 0), state.precision.diag
     return LowRankPrecisionNormal(state.loc, factor, diag, validate_args=False, param_spec=state.spec)
 
@@ -243,11 +205,7 @@ class BBBSettings(AdamSettings, GaussianSettings):
         scale: "softplus", σ = log(1 + exp ρ), or "log", σ = exp ρ: what Adam moves.
     """
 
-    scale: str = "softplus"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("scale", checks.choice, ("softplus", "log"))
+    scale: str = checked("softplus", choice("softplus", "log"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -257,15 +215,11 @@ class BBBOptimizerSettings(AdamOptimizerSettings, BBBSettings):
 
 @keywords_of(BBBSettings)
 def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
-    """Bayes by Backprop as pure functions over an immutable state.
+    """Build Bayes by Backprop as pure functions over an immutable state.
 
     Args:
         log_likelihood: (params, batch) → (M,), the log-likelihood of each example; vmap must be able to follow it.
         options: settings, see `BBBSettings`.
-
-    Returns:
-        `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
-        `posterior(state)`.
 
     Example:
         >>> def log_likelihood(params, batch):
@@ -278,27 +232,15 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
         (tensor([ 0.1000, -0.1000]), 2)
     """
     settings = bind_settings("build", BBBSettings, **options)
-    basics, gather = Basics(settings), sum_gatherer(log_likelihood)
+    sums = sum_gatherer(log_likelihood)
 
-    def take(state: State, batch: Any, generator: torch.Generator | None) -> tuple[State, Info]:
+    def gather(state: State, batch: Any, generator: torch.Generator | None) -> tuple[tuple[Tensor, Tensor], Tensor]:
         noise = standard_normal((settings.mc_samples, *state.loc.shape), state.loc, generator)
-        gradients, values = gather(state.spec, torch.addcmul(state.loc, state.stddev, noise), batch)
-        fit = settings.num_data * checked_mean(values)
-        new, info = update(
-            state,
-            gradients,
-            noise,
-            num_rows=values.numel(),
-            num_data=basics.effective_num_data,
-            prior=basics.prior_of(state),
-            lr=basics.rate(state.step + 1),
-            betas=settings.betas,
-            eps=settings.eps,
-        )
-        return new, replace(info, expected_log_likelihood=fit)
+        gradients, values = sums(state.spec, torch.addcmul(state.loc, state.stddev, noise), batch)
+        return (gradients, noise), values
 
     begin = partial(init, init_precision=settings.init_precision, scale=settings.scale)
-    return basics.framed(begin, take, sample, posterior)
+    return _adam.adam_transform(settings, begin, gather, update, sample, posterior)
 
 
 class BBB(AdamOptimizer[State, Info]):
@@ -312,13 +254,7 @@ class BBB(AdamOptimizer[State, Info]):
         options: settings, see `slangvi.bbb.BBBOptimizerSettings`.
 
     Example:
-        >>> model = nn.Linear(3, 2)
-        >>> opt = BBB(model, num_data=100, init_precision=100.0)
-        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
-        >>> with opt.sampled_params(train=True):
-        ...     opt.zero_grad()
-        ...     nn.functional.cross_entropy(model(x), y).backward()
-        >>> opt.step()
+        >>> opt = BBB(nn.Linear(3, 2), num_data=100, init_precision=100.0)  # then as `slangvi.SLANG`
         >>> opt.posterior.variance.shape
         torch.Size([8])
     """

@@ -6,7 +6,6 @@ $$ q(\theta) = \mathcal N(\mu, \Lambda^{-1}) $$
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -18,9 +17,8 @@ from slangvi.distributions import DensePrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import DensePrecision, factorize_dense
-from slangvi.methods._averages import debiasing, mean_gradient
-from slangvi.methods._build import Common
-from slangvi.methods._curvature import HESSIAN_REMEDY, hessian_gatherer
+from slangvi.methods._averages import mean_gradient
+from slangvi.methods._build import HESSIAN_REMEDY, Common, sample
 from slangvi.methods._gaussian import GaussianOptimizer, Info, place, start
 from slangvi.methods.step import GRADIENT_REMEDY, STATE_REMEDY
 from slangvi.optimizer.groups import GroupValues
@@ -37,7 +35,7 @@ __all__ = ["FullGaussian", "Info", "State", "build", "init", "posterior", "sampl
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What the next step needs; leading dimensions are a batch of runs.
+    """State between steps; leading dimensions are a batch of runs.
 
     Args:
         loc: μ, (..., P).
@@ -62,12 +60,7 @@ class State:
 
 
 def init(params: Params, init_precision: Any = 1.0) -> State:
-    """Start at the given values with Λ = diag(`init_precision`).
-
-    Args:
-        params: name → tensor.
-        init_precision: number, dict of names or globs, or (P,) tensor.
-    """
+    """Start at the given values with Λ = diag(`init_precision`), a number, a dict of names or globs, or a tensor."""
     spec, loc, diag = start(params, init_precision)
     return State(loc, diag.diag(), torch.zeros_like(loc), 0, spec)
 
@@ -84,7 +77,7 @@ def update(
     curvature: Tensor | None = None,
     ages: Tensor | None = None,
 ) -> tuple[State, Info]:
-    r"""One step from per-example gradients G (R rows); leading dimensions of the state are a batch of runs.
+    r"""Take one step from per-example gradients G (R rows); leading dimensions of the state are a batch of runs.
 
     $$ \Lambda^+ = (1-\beta)\,\Lambda + \beta\,(\tfrac NR H + \mathrm{diag}\,\lambda), \qquad H = G^\top G
        \ \text{ or } \ \textstyle\sum_r H_r $$
@@ -93,36 +86,26 @@ def update(
 
     The new precision is factorised once, for the mean and for the draws of the next step.
 
-    Args:
-        state: before the step; never modified.
-        gradients: operator over R rows, of which the sum is used, and the formed rows unless there is a `curvature`.
-        num_data: N, divided by the temperature if there is one.
-        prior: λ and μ₀, (..., P).
-        lr: α.
-        precision_lr: β; None means α.
-        momentum: γ, on the likelihood gradient only.
-        curvature: the R Hessians of the negative log-likelihood, summed, (..., P, P); None takes the empirical Fisher
-            from the gradients.
-        ages: t of each entry where some joined later, (P,); None for the state's own.
+    Arguments are those of `slangvi.mean_field.update`, with whole Hessians as the `curvature`, (..., P, P). Of the
+    gradients the sum is used, and the formed rows unless there is a `curvature`.
 
     Returns:
-        The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
-        that is not finite, or whose precision is not positive definite.
+        The state after the step, and its diagnostics. Raises `NumericalError` instead of returning a state that is not
+        finite, or whose precision is not positive definite.
     """
     step, weight, beta = state.step + 1, num_data / gradients.num_rows, (precision_lr or lr).value
     total = gradients.sum()
     matrix = _averaged(state.prec_matrix, gradients, curvature, weight, beta)
     matrix.diagonal(dim1=-2, dim2=-1).add_(beta * prior.precision)
     precision = factorize_dense(matrix)
-    if bool(precision.failed.any()):
-        _require_finite(step, state.spec, total, matrix)
-        _require_positive(precision, step, state.spec, "the new precision")
-    correction = debiasing(momentum, step, ages)
-    average, gradient = mean_gradient(state.loc, state.momentum, total, weight, prior, momentum, correction)
+    average, gradient = mean_gradient(state, total, weight, prior, momentum, ages)
     loc = state.loc - lr.value * precision.solve(gradient)
     # NaN and Inf survive the sums. What of them is in the matrix reaches the diagonal of its factor.
-    if not math.isfinite(float(loc.sum() + precision.cholesky.diagonal(dim1=-2, dim2=-1).sum())):
-        _require_finite(step, state.spec, total, matrix)
+    sums = loc.sum() + precision.cholesky.diagonal(dim1=-2, dim2=-1).sum()
+    if bool(precision.failed.any()) or not math.isfinite(float(sums)):
+        require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total)
+        require_finite("the new precision", step, state.spec, STATE_REMEDY, matrix.diagonal(dim1=-2, dim2=-1), matrix)
+        _require_positive(precision, step, state.spec, "the new precision")
         require_finite("the new mean", step, state.spec, STATE_REMEDY, loc)
     after = State(loc, matrix, average, step, state.spec)
     after.__dict__["precision"] = precision  # fills the cached property
@@ -132,7 +115,7 @@ def update(
 def _averaged(
     old: Tensor, gradients: GradientOperator, curvature: Tensor | None, weight: float, beta: float | Tensor
 ) -> Tensor:
-    """(1−β)Λ + β·weight·H as a new tensor; where groups have rates of their own, with their roots on both sides."""
+    """Return (1−β)Λ + β·weight·H; where groups have rates of their own, with their roots on both sides."""
     if isinstance(beta, Tensor):
         rows = gradients.form()
         whole = rows.mT @ rows if curvature is None else curvature
@@ -144,11 +127,6 @@ def _averaged(
     rows = gradients.form()
     rows = rows.expand(*old.shape[:-2], *rows.shape[-2:]).reshape(len(flat), *rows.shape[-2:])
     return torch.baddbmm(flat, rows.mT, rows, beta=1 - beta, alpha=beta * weight).view(old.shape)
-
-
-def _require_finite(step: int, spec: ParamSpec, total: Tensor, matrix: Tensor) -> None:
-    require_finite("the gradient", step, spec, GRADIENT_REMEDY, total)
-    require_finite("the new precision", step, spec, STATE_REMEDY, matrix.diagonal(dim1=-2, dim2=-1), matrix)
 
 
 def _require_positive(precision: DensePrecision, step: int, spec: ParamSpec, what: str) -> None:
@@ -164,94 +142,47 @@ def _require_positive(precision: DensePrecision, step: int, spec: ParamSpec, wha
     )
 
 
-def sample(
-    state: State, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
-) -> dict[str, Tensor]:
-    """Draws from q: name → tensor with `sample_shape`, then a batch's dimensions, in front of the parameter's shape."""
-    return state.spec.unflatten(state.precision.sample(tuple(sample_shape), generator, state.loc))
-
-
 def posterior(state: State) -> DensePrecisionNormal:
-    """Q as a torch distribution over the flat vector."""
+    """Return q as a torch distribution over the flat vector."""
     return DensePrecisionNormal(state.loc, state.prec_matrix, validate_args=False, param_spec=state.spec)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class FullSettings(HessianSettings):
-    """Settings of `build`.
-
-    Args:
-        memory_limit: bytes that gradients in the making and temporaries may take; the step itself forms all R rows and
-            several P×P matrices, whatever the limit.
-    """
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class FullOptimizerSettings(CurvatureOptimizerSettings):
-    """Settings of `FullGaussian`.
-
-    Args:
-        memory_limit: bytes that gradients in the making and temporaries may take; the step itself forms all R rows and
-            several P×P matrices, whatever the limit.
-    """
-
-
-@keywords_of(FullSettings)
+@keywords_of(HessianSettings)
 def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
-    """Full-Gaussian inference as pure functions over an immutable state.
+    """Build full-Gaussian inference as pure functions, used as those of `slangvi.mean_field.build`.
+
+    A step forms all R rows and several P×P matrices, whatever `memory_limit` says.
 
     Args:
         log_likelihood: (params, batch) → (M,), the log-likelihood of each example.
-        options: settings, see `FullSettings`.
-
-    Returns:
-        `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
-        `posterior(state)`.
-
-    Example:
-        >>> def log_likelihood(params, batch):
-        ...     return -0.5 * (batch["y"] - batch["x"] @ params["w"]) ** 2
-        >>> vi = build(log_likelihood, num_data=2, lr=1.0, curvature="hessian")
-        >>> state = vi.init({"w": torch.zeros(2)})
-        >>> batch = {"x": torch.tensor([[1.0, 0.0], [1.0, 2.0]]), "y": torch.tensor([1.0, 2.0])}
-        >>> state, info = vi.update(state, batch, generator=torch.Generator().manual_seed(0))
-        >>> state.prec_matrix
-        tensor([[3., 2.],
-                [2., 5.]])
+        options: settings, see `slangvi.settings.HessianSettings`.
     """
-    settings = bind_settings("build", FullSettings, **options)
-    common, begin = Common(log_likelihood, settings), partial(init, init_precision=settings.init_precision)
-    exact = settings.curvature == "hessian"
-    hessian = hessian_gatherer(log_likelihood, diagonal=False, dtypes=common.dtypes) if exact else None
-    return common.transform(begin, update, sample, posterior, curvature=hessian)
+    settings = bind_settings("build", HessianSettings, **options)
+    begin = partial(init, init_precision=settings.init_precision)
+    return Common(log_likelihood, settings).transform(begin, update, sample, posterior)
 
 
 class FullGaussian(GaussianOptimizer[State, Info]):
     """Full-Gaussian inference with the empirical Fisher, as a torch optimizer for small modules.
 
-    State and step take P×P matrices: this is for a few thousand parameters at most.
+    State and step take P×P matrices, and all rows are formed, whatever `memory_limit` says: this is for a few thousand
+    parameters at most.
 
     Args:
         model: any module; call it with the batch as first dimension.
-        options: settings, see `FullOptimizerSettings`.
+        options: settings, see `slangvi.settings.CurvatureOptimizerSettings`.
 
     Example:
-        >>> model = nn.Linear(3, 2)
-        >>> opt = FullGaussian(model, num_data=100, lr=0.05)
-        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
-        >>> with opt.sampled_params(train=True):
-        ...     opt.zero_grad()
-        ...     nn.functional.cross_entropy(model(x), y).backward()
-        >>> opt.step()
+        >>> opt = FullGaussian(nn.Linear(3, 2), num_data=100, lr=0.05)  # then as `slangvi.SLANG`
         >>> opt.posterior.covariance_matrix.shape
         torch.Size([8, 8])
     """
 
     _update = staticmethod(update)
 
-    @init_keywords_of(FullOptimizerSettings)
+    @init_keywords_of(CurvatureOptimizerSettings)
     def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__(model, bind_settings(type(self).__name__, FullOptimizerSettings, *args, **options))
+        super().__init__(model, bind_settings(type(self).__name__, CurvatureOptimizerSettings, *args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         return init(params, hyper.per_parameter("init_precision"))

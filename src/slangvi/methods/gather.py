@@ -88,12 +88,10 @@ class RowGatherer:
     Args:
         log_likelihood: (params, batch) → (M,).
         settings: of the method.
-        rank: L.
     """
 
-    def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings, rank: int) -> None:
-        self.log_likelihood = log_likelihood
-        self.rank, self.routes = rank, settings.routes_within_limit
+    def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings) -> None:
+        self.log_likelihood, self.routes = log_likelihood, settings.routes_within_limit
         self.curvature_rows = settings.curvature_rows
         self.plans = Plans(settings.verify)
         self.dtypes = dtypes_of(settings.model)

@@ -25,28 +25,37 @@ with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution, constraints
+from torch.utils._pytree import tree_map
 
 from slangvi import checks
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
-from slangvi.methods import _masks
-from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number, fitted, moved, require_moved
-from slangvi.methods._build import Basics
-from slangvi.methods._gaussian import Told, flat_start
-from slangvi.methods._masks import DroppedWeights, multipliers
-from slangvi.methods.gather import checked_mean
+from slangvi.methods import _adam, _gaussian
+from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number
+from slangvi.methods.gather import one_per_example
 from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params, ParamSpec
+from slangvi.params.values import per_tensor
 from slangvi.priors import Prior
 from slangvi.rows.dense import batch_size
 from slangvi.schedules import Rate
-from slangvi.settings import AdamOptimizerSettings, AdamSettings, LogLikelihood, MethodSettings, per_group
+from slangvi.settings import (
+    AdamOptimizerSettings,
+    AdamSettings,
+    LogLikelihood,
+    MethodSettings,
+    checked,
+    choice,
+    per_group,
+)
 from slangvi.types import Transform
 
 __all__ = [
@@ -67,10 +76,13 @@ __all__ = [
     "update",
 ]
 
+# Name → factors of the inputs of a weight, (..., in).
+Masks = Mapping[str, Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What the next step needs; leading dimensions are a batch of runs.
+    """State between steps; leading dimensions are a batch of runs.
 
     Args:
         loc: M and biases, (..., P).
@@ -95,27 +107,15 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
-class Info(Told):
-    """What a step can tell besides the new state.
+class Info(_gaussian.Info):
+    """Diagnostics of a step, those of `slangvi.bbb.Info` with the `penalty` in place of the KL."""
 
-    Args:
-        step: number of the step, from 1.
-        num_rows: R, examples at draws used.
-        expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
-        skipped: bad batches an optimizer has passed over so far.
-    """
-
-    step: int
-    num_rows: int
-    expected_log_likelihood: float = float("nan")
-    skipped: int = 0
-    _state: State | None = field(default=None, repr=False)
+    _state: Any = field(default=None, repr=False)
     _decay: Tensor | None = field(default=None, repr=False)
 
     @cached_property
     def penalty(self) -> Any:
         """The L2 penalty after the step, the KL up to a constant: a number, for a batch a tensor (...)."""
-        assert self._state is not None
         assert self._decay is not None
         found = 0.5 * (self._decay * self._state.loc.square()).sum(-1)
         return found if found.ndim else float(found)
@@ -135,11 +135,11 @@ def init(params: Params, rates: Any = 0.05) -> State:
             or a dict of names or globs; 0 ≤ p < 1. Tables of an `nn.Embedding`, weights of transposed or grouped
             convolutions and norms over several dimensions do not have inputs in their second dimension: give them 0.
     """
-    spec, loc = flat_start(params)
-    return _fresh(spec, loc, _masks.rates_of(rates, spec))
+    spec, loc = _gaussian.flat_start(params)
+    return _start(spec, loc, _rates_of(rates, spec))
 
 
-def _fresh(spec: ParamSpec, loc: Tensor, rates: Sequence[float]) -> State:
+def _start(spec: ParamSpec, loc: Tensor, rates: Sequence[float]) -> State:
     if not any(len(shape) > 1 for shape in spec.shapes):
         raise ValueError(
             f"params has no tensor of two dimensions or more, got {', '.join(spec.names[:8])}: there are no inputs to "
@@ -149,41 +149,80 @@ def _fresh(spec: ParamSpec, loc: Tensor, rates: Sequence[float]) -> State:
 
 
 def prior_precision_of(length_scale: float) -> float:
-    """λ = l² of Gal's prior length scale l.
-
-    Example:
-        >>> prior_precision_of(0.5)
-        0.25
-    """
+    """Return λ = l² of Gal's prior length scale l."""
     return checks.number("length_scale", length_scale, 0.0, hint="Gal's experiments have 0.01.") ** 2
+
+
+def _rates_of(rates: Any, spec: ParamSpec, known: ParamSpec | None = None) -> list[float]:
+    """Return the dropout rates of all tensors, 0 for vectors; `known` is the whole model, when `spec` is a part."""
+    every = known or spec
+    matrices, droppable = _matrices(spec), _matrices(every)
+    for key in map(str, rates if isinstance(rates, Mapping) else ()):
+        found = [name for name in every.canonical if fnmatchcase(name, key)]
+        if found and not any(name in droppable.canonical for name in found):
+            raise ValueError(
+                f"rates names {key!r}, which is no weight of two dimensions or more (out, in, ...): biases are never "
+                "dropped. Remove the entry, or give the parameter the shape (1, in) if it is a matrix of one row."
+            )
+    numbers = per_tensor("rates", rates, matrices, droppable, 0.0, 1.0, closed="low")
+    by_name = dict(zip(matrices.names, numbers, strict=True))
+    return [by_name.get(name, 0.0) for name in spec.names]
+
+
+def _matrices(spec: ParamSpec) -> ParamSpec:
+    """Return the layout of the tensors (out, in, ...), whose inputs can be dropped."""
+    shapes = {name: shape for name, shape in zip(spec.names, spec.shapes, strict=True) if len(shape) > 1}
+    aliases = tuple((alias, name) for alias, name in spec.aliases if name in shapes)
+    return ParamSpec(tuple(shapes), tuple(shapes.values()), aliases)
 
 
 def draw_masks(
     state: State, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
 ) -> dict[str, Tensor]:
-    """What the inputs of each weight are multiplied by: 0 with probability p, else 1/(1−p). Looks at no number.
-
-    Args:
-        state: whose rates count.
-        sample_shape: (S,) for a mask per draw, (S, M) for one per example.
-        generator: source of randomness.
+    """Draw the factors of the inputs of each weight: 0 with probability p, else 1/(1−p). Looks at no number.
 
     Returns:
-        Name → (*sample_shape, ..., in), for weights of two dimensions or more; `multipliers(masks, state.spec)` makes
-        (*sample_shape, ..., P) of it.
+        Name → (*sample_shape, ..., in), for weights of two dimensions or more: a `sample_shape` of (S,) gives a mask
+        per draw, (S, M) one per example. `multipliers(masks, state.spec)` makes (*sample_shape, ..., P) of it.
     """
-    return _masks.drawn_masks(state.rates, state.spec, sample_shape, generator)
+    return posterior(state).draw_masks(sample_shape, generator)
+
+
+def multipliers(masks: Masks, spec: ParamSpec) -> Tensor:
+    """Return the factor of every weight when the inputs of its matrix are masked: ones for biases.
+
+    Masks are name → (..., in), for tensors of two dimensions or more; the result is (..., P).
+
+    Example:
+        >>> spec = ParamSpec.of({"w": torch.zeros(2, 3), "b": torch.zeros(2)})
+        >>> multipliers({"w": torch.tensor([0.0, 2.0, 2.0])}, spec)
+        tensor([0., 2., 2., 0., 2., 2., 1., 1.])
+    """
+    one = next(iter(masks.values()))
+    parts = []
+    for name, shape in zip(spec.names, spec.shapes, strict=True):
+        if len(shape) > 1:
+            mask = masks[name]
+            wide = mask.reshape(*mask.shape[:-1], 1, shape[1], *(1 for _ in shape[2:]))
+            parts.append(wide.expand(*mask.shape[:-1], *shape).flatten(mask.ndim - 1))
+        else:
+            parts.append(one.new_ones(()).expand(*one.shape[:-1], shape.numel()))
+    return torch.cat(parts, dim=-1)
 
 
 def decays(state: State, prior_precision: Tensor, decay: str = "gal") -> Tensor:
-    """λ(1−p) for weights and λ for biases, (..., P): half of it, times the squares, is the penalty.
+    """Return λ(1−p) for weights, λ/(1−p) with `decay="kl"`, and λ for biases, (..., P).
 
-    Args:
-        state: whose rates count.
-        prior_precision: λ, (P,) or (..., P).
-        decay: "gal", or "kl" for λ/(1−p).
+    Half of it, times the squares, is the penalty. `prior_precision` is λ, (P,) or (..., P).
     """
-    return _masks.decay_of(state.rates, state.spec, prior_precision, decay)
+    keep = 1 - state.rates
+    return prior_precision * _repeat(keep if decay == "gal" else keep.reciprocal(), state.spec.numels)
+
+
+def _repeat(values: Tensor, counts: Iterable[int]) -> Tensor:
+    """Repeat one number per tensor, (..., T), over a number of entries each; nothing is sent to a device."""
+    pieces = [values[..., k : k + 1].expand(*values.shape[:-1], count) for k, count in enumerate(counts)]
+    return torch.cat(pieces, dim=-1)
 
 
 def advanced(
@@ -197,28 +236,16 @@ def advanced(
     betas: Betas = BETAS,
     eps: Number = EPS,
 ) -> Moving:
-    r"""The arithmetic of a step. It looks at no number and changes no tensor, so that a CUDA graph can capture it.
+    r"""Return M after a step. No number is read and no tensor changed, so that a CUDA graph can capture it.
 
     $$ g = \tfrac NR\,\partial_M \textstyle\sum_r -\log p_r + \lambda(1-p)\,M $$
 
-    and a step of Adam.
-
-    Args:
-        weights: M and biases with their running means, (..., P) each.
-        gradient: by M, of the negative log-likelihood at dropped weights, added up over R rows, (..., P). From
-            gradients g at the dropped weights themselves it is Σ g∘c, with c of `multipliers`.
-        weight: N/R, divided by the temperature; a number or a tensor (..., 1).
-        decay: what `decays` gives, (P,) or (..., P).
-        lr: α; a number, a tensor (..., 1) with a rate for every run, or a `Rate`.
-        step: t, the number of this step counted from 1; a number or a tensor, () or (..., 1).
-        betas: β₁ and β₂ of Adam.
-        eps: ε of Adam, against gradients of the whole objective.
-
-    Returns:
-        M after the step, with its running means.
+    and a step of Adam. The gradient is by M, of the negative log-likelihood at dropped weights, added up over R rows,
+    (..., P); from gradients g at the dropped weights themselves it is Σ g∘c, with c of `multipliers`. `decay` is what
+    `decays` gives. The other arguments are those of `slangvi.bbb.advanced`.
     """
-    whole = torch.addcmul(fitted(weight, weights.value) * gradient, decay, weights.value)
-    return moved(weights, whole, lr=lr, step=step, betas=betas, eps=eps)
+    whole = torch.addcmul(_adam.to_dtype_of(weights.value, weight) * gradient, decay, weights.value)
+    return _adam.adam_step(weights, whole, lr=lr, step=step, betas=betas, eps=eps)
 
 
 def update(
@@ -234,28 +261,20 @@ def update(
     decay: str = "gal",
     ages: Tensor | None = None,
 ) -> tuple[State, Info]:
-    """One step from a gradient by M; leading dimensions of the state are a batch of runs.
+    """Take one step from a gradient by M; leading dimensions of the state are a batch of runs.
 
-    Args:
-        state: before the step; never modified.
-        gradient: by M, of the negative log-likelihood at dropped weights, added up over R rows, (..., P).
-        num_rows: R = S·M, how many examples at how many draws that is.
-        num_data: N, divided by the temperature if there is one; a number or a tensor (..., 1).
-        prior_precision: λ, (P,) or (..., P); the prior's mean is 0.
-        lr: α; a number, a tensor (..., 1) with a rate for every run, or a `Rate`.
-        betas: β₁ and β₂ of Adam.
-        eps: ε of Adam.
-        decay: "gal" or "kl", see above.
-        ages: t of each entry where some joined later, (P,); None for the state's own.
+    Arguments are those of `advanced`. N/R comes apart: `num_rows` is R = S·M, draws times examples, `num_data` is N,
+    divided by the temperature if there is one. The decay is given by λ, (P,) or (..., P), and "gal" or "kl". `ages` are
+    t of each entry where some joined later, (P,).
 
     Returns:
-        The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
-        that is not finite, which is the one look at the numbers.
+        The state after the step, and its diagnostics. Raises `NumericalError` instead of returning a state that is not
+        finite, which is the one look at the numbers.
     """
     step, strength = state.step + 1, decays(state, prior_precision, decay)
     options: dict[str, Any] = {"lr": lr, "step": step if ages is None else ages, "betas": betas, "eps": eps}
     new = advanced(state.moving, gradient, weight=num_data / num_rows, decay=strength, **options)
-    require_moved(step, state.spec, lambda: (gradient,), {"mean": new})
+    _adam.require_finite_step(step, state.spec, lambda: (gradient,), {"mean": new})
     after = State(*new, state.rates, step, state.spec)
     return after, Info(step, num_rows, _state=after, _decay=strength)
 
@@ -263,13 +282,87 @@ def update(
 def sample(
     state: State, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
 ) -> dict[str, Tensor]:
-    """Weights with columns dropped: name → tensor with `sample_shape`, then a batch's dimensions, in front."""
+    """Draw weights with columns dropped: name → tensor with `sample_shape`, then a batch's dimensions, in front."""
     return state.spec.unflatten(posterior(state).sample(tuple(sample_shape), generator))
 
 
 def posterior(state: State) -> DroppedWeights:
-    """Q over the flat vector: mean, variance, and draws with dropped columns."""
+    """Return q over the flat vector: mean, variance, and draws with dropped columns."""
     return DroppedWeights(state.loc, state.rates, state.spec)
+
+
+class DroppedWeights(Distribution):
+    r"""Weights whose inputs are dropped: W = M diag(z)/(1−p) for matrices, the values themselves for biases.
+
+    $$ \mathbb E\,W = M, \qquad \mathrm{Var}\,W = \tfrac{p}{1-p}\, M \circ M $$
+
+    The entries of one column are dropped together, so that they are correlated. There is no density.
+
+    Args:
+        loc: M and biases, flat, (..., P).
+        rates: p of each parameter tensor, 0 where nothing is dropped, (..., T).
+        param_spec: names and shapes behind the flat vector.
+
+    Example:
+        >>> spec = ParamSpec.of({"w": torch.zeros(1, 2), "b": torch.zeros(1)})
+        >>> q = DroppedWeights(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 0.0]), spec)
+        >>> q.mean, q.variance
+        (tensor([1., 2., 3.]), tensor([1., 4., 0.]))
+        >>> q.sample((2,), generator=torch.Generator().manual_seed(1))
+        tensor([[2., 0., 3.],
+                [0., 4., 3.]])
+    """
+
+    arg_constraints = {}  # noqa: RUF012 - torch reads this class attribute
+    support = constraints.real_vector
+    has_rsample = True
+
+    def __init__(self, loc: Tensor, rates: Tensor, param_spec: ParamSpec) -> None:
+        self.loc = loc
+        self.rates = rates
+        self.param_spec = param_spec
+        super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        """M and the biases, (..., P)."""
+        return self.loc
+
+    @property
+    def variance(self) -> Tensor:
+        """p/(1−p)·M² for matrices, 0 for biases, (..., P)."""
+        return _repeat(self.rates / (1 - self.rates), self.param_spec.numels) * self.loc.square()
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """p/(1−p)·M[o, j]·M[o', j] within a column j of a matrix, 0 elsewhere, dense (..., P, P)."""
+        spec, odds = self.param_spec, _repeat(self.rates / (1 - self.rates), self.param_spec.numels)
+        # A number for each column, and 1 for all biases, whose odds are 0.
+        numbers = torch.arange(2, 2 + sum(self._widths), device=self.loc.device).split(self._widths)
+        column = multipliers(dict(zip(spec.names, numbers, strict=True)), spec)
+        return (column.unsqueeze(-1) == column) * (odds * self.loc).unsqueeze(-1) * self.loc.unsqueeze(-2)
+
+    def rsample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
+        return self.loc * multipliers(self.draw_masks(sample_shape, generator), self.param_spec)
+
+    def draw_masks(self, sample_shape: Sequence[int], generator: torch.Generator | None) -> dict[str, Tensor]:
+        """Draw the factors of the inputs of each weight, see `slangvi.mc_dropout.draw_masks`."""
+        each = _repeat(self.rates, self._widths)
+        chance = torch.rand((*sample_shape, *each.shape), dtype=each.dtype, device=each.device, generator=generator)
+        scaled = (chance >= each).to(each.dtype) / (1 - each)
+        pieces = zip(self.param_spec.names, scaled.split(self._widths, -1), self._widths, strict=True)
+        return {name: piece for name, piece, width in pieces if width}
+
+    @property
+    def _widths(self) -> list[int]:
+        """Number of inputs of each parameter tensor that can be dropped."""
+        return [shape[1] if len(shape) > 1 else 0 for shape in self.param_spec.shapes]
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Draws without gradients, (*sample_shape, ..., P)."""
+        return self.rsample(sample_shape, generator)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -283,11 +376,7 @@ class _DropoutSettings(MethodSettings):
     """
 
     rates: Any = per_group(0.05)
-    decay: str = "gal"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("decay", checks.choice, ("gal", "kl"))
+    decay: str = checked("gal", choice("gal", "kl"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -302,11 +391,7 @@ class MCDropoutSettings(AdamSettings, _DropoutSettings):
             share one. The former takes the memory of S·M sets of weights.
     """
 
-    masks: str = "example"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("masks", checks.choice, ("example", "draw"))
+    masks: str = checked("example", choice("example", "draw"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -316,15 +401,11 @@ class MCDropoutOptimizerSettings(AdamOptimizerSettings, _DropoutSettings):
 
 @keywords_of(MCDropoutSettings)
 def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
-    """MC dropout as pure functions over an immutable state.
+    """Build MC dropout as pure functions over an immutable state.
 
     Args:
         log_likelihood: (params, batch) → (M,), the log-likelihood of each example; vmap must be able to follow it.
         options: settings, see `MCDropoutSettings`.
-
-    Returns:
-        `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
-        `posterior(state)`.
 
     Example:
         >>> def log_likelihood(params, batch):
@@ -337,28 +418,46 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
         (tensor([0.9000, 0.9000]), 2, tensor([0.8100, 0.8100]))
     """
     settings = bind_settings("build", MCDropoutSettings, **options)
-    basics, by_example = Basics(settings), settings.masks == "example"
-    gather = (_masks.example_gatherer if by_example else _masks.draw_gatherer)(log_likelihood)
+    by_example = settings.masks == "example"
 
-    def take(state: State, batch: Any, generator: torch.Generator | None) -> tuple[State, Info]:
-        shape = (settings.mc_samples, batch_size(batch))
-        drawn = draw_masks(state, shape if by_example else shape[:1], generator)
-        gradient, values = gather(state.spec, state.loc, drawn, batch)
-        fit = settings.num_data * checked_mean(values)
-        new, info = update(
-            state,
-            gradient,
-            num_rows=values.numel(),
-            num_data=basics.effective_num_data,
-            prior_precision=basics.prior_of(state).precision,
-            lr=basics.rate(state.step + 1),
-            betas=settings.betas,
-            eps=settings.eps,
-            decay=settings.decay,
-        )
-        return new, replace(info, expected_log_likelihood=fit)
+    def gather(state: State, batch: Any, generator: torch.Generator | None) -> tuple[tuple[Tensor], Tensor]:
+        shape = (settings.mc_samples, batch_size(batch)) if by_example else (settings.mc_samples,)
+        masks = draw_masks(state, shape, generator)
+        gradient, values = _masked_gradient(log_likelihood, state.spec, state.loc, masks, batch, by_example)
+        return (gradient,), values
 
-    return basics.framed(partial(init, rates=settings.rates), take, sample, posterior)
+    def step(state: State, gradient: Tensor, prior: Prior, **options: Any) -> tuple[State, Info]:
+        return update(state, gradient, prior_precision=prior.precision, decay=settings.decay, **options)
+
+    return _adam.adam_transform(settings, partial(init, rates=settings.rates), gather, step, sample, posterior)
+
+
+def _masked_gradient(
+    log_likelihood: LogLikelihood, spec: ParamSpec, loc: Tensor, masks: dict[str, Tensor], batch: Any, by_example: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient by M (P,), and log-likelihoods (S, M).
+
+    Masks are (S, M, in) by example, where every example sees weights of its own, else (S, in).
+    """
+
+    def at_draw(flat: Tensor, mask: Masks, examples: Any) -> Tensor:
+        found = log_likelihood(spec.unflatten(flat * multipliers(mask, spec)), examples)
+        return one_per_example(found, batch_size(examples))
+
+    def at_example(flat: Tensor, mask: Masks, example: Any) -> Tensor:
+        single = tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, example)
+        return at_draw(flat, mask, single)[0]
+
+    rows = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
+    each = torch.func.vmap(at_example, in_dims=(None, 0, rows), randomness="different") if by_example else at_draw
+    every = torch.func.vmap(each, in_dims=(None, 0, None), randomness="different")
+
+    def loss(flat: Tensor) -> tuple[Tensor, Tensor]:
+        values = every(flat, masks, batch)
+        return -values.sum(), values
+
+    gradient, (_, values) = torch.func.grad_and_value(loss, has_aux=True)(loc)
+    return gradient, values
 
 
 class MCDropout(AdamOptimizer[State, Info]):
@@ -372,13 +471,7 @@ class MCDropout(AdamOptimizer[State, Info]):
         options: settings, see `slangvi.mc_dropout.MCDropoutOptimizerSettings`.
 
     Example:
-        >>> model = nn.Linear(3, 2)
-        >>> opt = MCDropout(model, num_data=100, rates=0.1)
-        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
-        >>> with opt.sampled_params(train=True):
-        ...     opt.zero_grad()
-        ...     nn.functional.cross_entropy(model(x), y).backward()
-        >>> opt.step()
+        >>> opt = MCDropout(nn.Linear(3, 2), num_data=100, rates=0.1)  # then as `slangvi.SLANG`
         >>> opt.posterior.variance.shape
         torch.Size([8])
     """
@@ -390,9 +483,9 @@ class MCDropout(AdamOptimizer[State, Info]):
         super().__init__(model, bind_settings(type(self).__name__, MCDropoutOptimizerSettings, *args, **options))
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
-        spec, loc = flat_start(params)
-        found = [_masks.rates_of(given, inner, hyper.spec) for inner, given in hyper.per_group("rates")]
-        return _fresh(spec, loc, [rate for group in found for rate in group])
+        spec, loc = _gaussian.flat_start(params)
+        found = [_rates_of(given, inner, hyper.spec) for inner, given in hyper.per_group("rates")]
+        return _start(spec, loc, [rate for group in found for rate in group])
 
     def _draw(self, state: State, generator: torch.Generator | None) -> Tensor:
         self._drawn = multipliers(draw_masks(state, (), generator), state.spec)

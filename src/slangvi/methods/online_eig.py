@@ -24,7 +24,7 @@ from slangvi.linalg import factorize
 from slangvi.linalg.assignment import best_assignment
 from slangvi.linalg.products import column_squares, gram_float64
 from slangvi.linalg.topk import Eigenpairs, leading_eigenpairs
-from slangvi.methods._averages import debiasing, lerp, mean_gradient
+from slangvi.methods._averages import lerp, mean_gradient
 from slangvi.methods._build import Common
 from slangvi.methods._gaussian import GaussianOptimizer
 from slangvi.methods.slang import Info, State, finished, init, posterior, sample
@@ -55,7 +55,7 @@ def update(
     momentum: float | Tensor = 0.9,
     ages: Tensor | None = None,
 ) -> tuple[State, Info]:
-    r"""One step from per-example gradients G (R rows); leading dimensions of the state are a batch of runs.
+    r"""Take one step from per-example gradients G (R rows); leading dimensions of the state are a batch of runs.
 
     $$ \hat G = \tfrac{N}{R} G^\top G \approx VV^\top, \qquad V = Q_{1:L}\Lambda_{1:L}^{1/2}, \qquad
        u_l^+ = (1-\beta)\,u_l + \beta\,\varsigma_l v_{\pi(l)} $$
@@ -64,19 +64,11 @@ def update(
     The permutation π and the signs ς make Σ_l ‖u_l − ς_l v_{π(l)}‖² as small as it can be: eigenvectors come in no
     particular order and without a sign. The mean moves as in `slangvi.slang.update`.
 
-    Args:
-        state: before the step; never modified.
-        gradients: operator over R rows.
-        num_data: N, divided by the temperature if there is one.
-        prior: λ and μ₀, (..., P).
-        lr: α.
-        precision_lr: β; None means α.
-        momentum: γ, on the likelihood gradient only.
-        ages: t of each entry where some joined later, (P,); None for the state's own.
+    Arguments are those of `slangvi.slang.update`.
 
     Returns:
-        The state after the step, and what can be told about it: spectrum and trace are those of Ĝ here. Raises
-        `NumericalError` instead of returning a state that is not finite.
+        The state after the step, and its diagnostics: spectrum and trace are those of Ĝ here. Raises `NumericalError`
+        instead of returning a state that is not finite.
     """
     step, weight = state.step + 1, num_data / gradients.num_rows
     beta, factor = (precision_lr or lr).value, state.prec_factor
@@ -94,8 +86,7 @@ def update(
     diag = lerp(state.prec_diag, prior.precision, beta).add_((beta * rest.clamp_min(0)).to(factor.dtype))
     row_beta = beta.unsqueeze(-2) if isinstance(beta, Tensor) and beta.ndim > 1 else beta
     precision = factorize(lerp(factor, matched(fresh, factor), row_beta), diag)
-    correction = debiasing(momentum, step, ages)
-    average, slope = mean_gradient(state.loc, state.momentum, total, weight, prior, momentum, correction)
+    average, slope = mean_gradient(state, total, weight, prior, momentum, ages)
     loc = state.loc - (lr.value * precision.solve(slope)).to(factor.dtype)
     new = Tensors(loc, precision.factor, diag, average)
     if not math.isfinite(float((new.loc.sum() + diag.sum() + precision.factor.sum()).sum())):
@@ -108,11 +99,7 @@ def update(
 
 
 def matched(fresh: Tensor, old: Tensor) -> Tensor:
-    """Rows in the order and with the signs that bring them closest to old ones.
-
-    Args:
-        fresh: V by rows, (..., L, P).
-        old: U by rows, (..., L, P).
+    """Return rows (..., L, P) in the order and with the signs that bring them closest to old ones, (..., L, P).
 
     Example:
         >>> matched(torch.tensor([[0.0, 2.0], [-1.0, 0.0]]), torch.eye(2))
@@ -128,17 +115,16 @@ def matched(fresh: Tensor, old: Tensor) -> Tensor:
 def scaled_eigenvectors(gradients: GradientOperator, weight: float | Tensor, like: Tensor) -> tuple[Tensor, Eigenpairs]:
     """Return V = QΛ^½ of Ĝ = weight·GᵀG by rows, zeros beyond its rank, (..., L, P), and the pairs it is made of.
 
-    Whichever is smaller is decomposed, the Gram GGᵀ or GᵀG itself.
-
-    Args:
-        gradients: operator over R rows.
-        weight: N/R, or (..., 1).
-        like: a factor of the same shape and dtype, (..., L, P).
+    Whichever is smaller is decomposed, the Gram GGᵀ or GᵀG itself. `like` has the shape and dtype of V.
     """
     scale: Any = weight.unsqueeze(-1) if isinstance(weight, Tensor) and weight.ndim else weight
     rank, size = like.shape[-2:]
     rows = gradients.form() if size < gradients.height else None
-    matrix = scale * (sum_segments(gradients).to(torch.float64) if rows is None else gram_float64(rows.mT))
+    if rows is None:
+        gram = sum(some.gram() for _, some in gradients.segments()) * gradients.scale**2
+        matrix = scale * gram.to(torch.float64)  # type: ignore[union-attr]
+    else:
+        matrix = scale * gram_float64(rows.mT)
     pairs = leading_eigenpairs(matrix, min(rank, matrix.shape[-1]), TOLERANCE)
     if rows is not None:
         fresh = (pairs.vectors * pairs.values.sqrt().unsqueeze(-2)).mT.to(like.dtype)
@@ -151,40 +137,17 @@ def scaled_eigenvectors(gradients: GradientOperator, weight: float | Tensor, lik
     return F.pad(fresh, (0, 0, 0, missing)) if missing else fresh, pairs
 
 
-def sum_segments(gradients: GradientOperator) -> Tensor:
-    """Return the Gram GGᵀ, (..., R, R)."""
-    total: Any = 0.0
-    for _, some in gradients.segments():
-        total = total + some.gram()
-    gram: Tensor = total * gradients.scale**2
-    return gram
-
-
 @keywords_of(LowRankSettings)
 def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
-    """SLANG-OnlineEig as pure functions over an immutable state.
+    """Build SLANG-OnlineEig as pure functions, used as those of `slangvi.slang.build`.
 
     Args:
         log_likelihood: (params, batch) → (M,), the log-likelihood of each example.
         options: settings, see `slangvi.settings.LowRankSettings`.
-
-    Returns:
-        `init(params)`, `update(state, batch, generator=None)`, `sample(state, shape, generator=None)` and
-        `posterior(state)`.
-
-    Example:
-        >>> def log_likelihood(params, batch):
-        ...     return -0.5 * (batch["y"] - batch["x"] @ params["w"]) ** 2
-        >>> vi = build(log_likelihood, num_data=2, rank=1, lr=0.5)
-        >>> state = vi.init({"w": torch.zeros(2)})
-        >>> batch = {"x": torch.eye(2), "y": torch.tensor([1.0, 2.0])}
-        >>> state, info = vi.update(state, batch, generator=torch.Generator().manual_seed(0))
-        >>> state.prec_factor.shape, info.num_rows
-        (torch.Size([1, 2]), 2)
     """
     settings = bind_settings("build", LowRankSettings, **options)
     begin = partial(init, rank=settings.rank, init_precision=settings.init_precision)
-    return Common(log_likelihood, settings, settings.rank).transform(begin, update, sample, posterior)
+    return Common(log_likelihood, settings).transform(begin, update, sample, posterior)
 
 
 class OnlineEig(GaussianOptimizer[State, Info]):
@@ -195,19 +158,12 @@ class OnlineEig(GaussianOptimizer[State, Info]):
         options: settings, see `slangvi.settings.LowRankOptimizerSettings`.
 
     Example:
-        >>> model = nn.Linear(3, 2)
-        >>> opt = OnlineEig(model, num_data=100, rank=2, lr=0.05)
-        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
-        >>> with opt.sampled_params(train=True):
-        ...     opt.zero_grad()
-        ...     nn.functional.cross_entropy(model(x), y).backward()
-        >>> opt.step()
+        >>> opt = OnlineEig(nn.Linear(3, 2), num_data=100, rank=2, lr=0.05)  # then as `slangvi.SLANG`
         >>> opt.posterior.variance.shape
         torch.Size([8])
     """
 
     _update = staticmethod(update)
-
     settings: LowRankOptimizerSettings
 
     @init_keywords_of(LowRankOptimizerSettings)

@@ -222,7 +222,7 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
         (1, 2)
     """
     settings = bind_settings("build", CompiledSettings, **options)
-    common = Common(log_likelihood, settings, settings.rank)
+    common = Common(log_likelihood, settings)
     begin = partial(init, rank=settings.rank, init_precision=settings.init_precision)
     return common.transform(begin, update, sample, posterior, replay=_replay(common) if settings.compile else None)
 

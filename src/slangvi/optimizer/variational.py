@@ -27,9 +27,8 @@ from slangvi.optimizer.saving import call_hooks, hold_hooks, restored_random_sta
 from slangvi.out_of_memory import out_of_memory_advice
 from slangvi.params import Params, ParamSpec
 from slangvi.params.mirror import Mirror
-from slangvi.params.packing import check_packed, pack
 from slangvi.params.spec import uncompiled
-from slangvi.params.state import FlatState, state_dtype, tensors_of
+from slangvi.params.state import FlatState, check_packed, pack, state_dtype, tensors_of
 from slangvi.priors import ELBO, Prior
 from slangvi.rows import GradientRecorder, RowGroup
 from slangvi.settings import OptimizerSettings

@@ -13,12 +13,7 @@ __all__ = ["Mirror"]
 
 
 class Mirror:
-    """A model's parameters seen as one flat vector.
-
-    Args:
-        named: canonical name → parameter.
-        spec: layout.
-    """
+    """A model's parameters, by their canonical names, seen as one flat vector."""
 
     def __init__(self, named: Mapping[str, Tensor], spec: ParamSpec) -> None:
         self.named = dict(named)
@@ -31,7 +26,7 @@ class Mirror:
                     "Tie the parameters themselves (b.weight = a.weight), or give each its own values."
                 )
         self.spec = spec
-        self._params = list(self.named.values())
+        self.params = list(self.named.values())
         self._seen = self._marks()
 
     @property
@@ -39,29 +34,18 @@ class Mirror:
         """Device of the parameters."""
         return next(iter(self.named.values())).device
 
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameters, in flat order."""
-        return self._params
-
-    def mark(self) -> None:
-        """Note that what the parameters hold now is known."""
-        self._seen = self._marks()
-
     def changed(self, loc: Tensor, contents: bool = True) -> bool:
         """Tell whether somebody else wrote to a parameter, replaced its data or moved it since `loc` was written.
 
-        Args:
-            loc: what was written, (P,).
-            contents: also compare the numbers, on a GPU; on a CPU that is always done.
+        On a CPU the numbers are always compared, on a GPU only with `contents`.
         """
         if self._seen != self._marks():
             return True
         if not contents and loc.device.type != "cpu":
             return False
         # Writes through p.data leave no mark. One comparison for all spares a GPU many waits, and costs a CPU a copy.
-        if loc.device.type != "cpu" and all(param.dtype is loc.dtype for param in self._params):
-            return not torch.equal(torch.cat([param.detach().reshape(-1) for param in self._params]), loc)
+        if loc.device.type != "cpu" and all(param.dtype is loc.dtype for param in self.params):
+            return not torch.equal(torch.cat([param.detach().reshape(-1) for param in self.params]), loc)
         return any(not torch.equal(part, param) for param, part in self._pairs(loc))
 
     def check(self, model: nn.Module) -> None:
@@ -86,9 +70,9 @@ class Mirror:
     def write(self, flat: Tensor) -> None:
         """Put a flat vector into the parameters."""
         pieces = flat.split(self.spec.numels)
-        views = [piece.view(param.shape) for piece, param in zip(pieces, self._params, strict=True)]
+        views = [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
         with torch.no_grad():
-            torch._foreach_copy_(self._params, views)
+            torch._foreach_copy_(self.params, views)
         self._seen = self._marks()
 
     def read(self, loc: Tensor) -> Tensor:
@@ -108,4 +92,4 @@ class Mirror:
 
     def _marks(self) -> list[tuple[int, int]]:
         """Return the address and version of every parameter's data."""
-        return [(param.data_ptr(), param._version) for param in self._params]
+        return [(param.data_ptr(), param._version) for param in self.params]

@@ -1,26 +1,23 @@
-"""States of K replicas: what a step needs and tells, where they start, and the way to and from single runs."""
+"""States of K replicas: how they start, draw and diagnose themselves, and the way to and from single runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Independent, Normal, kl_divergence
 from torch.utils._pytree import tree_map
 
 from slangvi import checks
-from slangvi.distributions import LowRankPrecisionNormal
-from slangvi.linalg import LowRankPrecision, factorize
 from slangvi.linalg.noise import standard_normal
 from slangvi.methods import slang
+from slangvi.methods.slang import posterior
+from slangvi.methods.step import Tensors
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import state_dtype
-from slangvi.priors import Prior
-from slangvi.replicas import _settings
+from slangvi.params.values import per_parameter
 from slangvi.rows.dense import batch_size
 
 __all__ = [
@@ -29,8 +26,10 @@ __all__ = [
     "Info",
     "State",
     "init",
+    "listed",
     "noise",
     "pad",
+    "per_replica",
     "posterior",
     "replica",
     "sample",
@@ -42,31 +41,16 @@ Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
 @dataclass(frozen=True, eq=False)
-class State:
-    """What the next step of K replicas needs.
+class State(slang.State):
+    """State of K replicas between steps: the tensors of `slangvi.slang.State` with the replica in front.
 
     Args:
-        loc: μ, (K, P).
-        prec_factor: U by rows, (K, L, P).
-        prec_diag: d, (K, P).
-        momentum: m, (K, P).
         step: steps each has taken, (K,) integers on the CPU.
         failed: which have met NaN or Inf and stand still since, (K,) on the CPU.
-        spec: names and shapes behind the flat vectors of one replica.
     """
 
-    loc: Tensor
-    prec_factor: Tensor
-    prec_diag: Tensor
-    momentum: Tensor
-    step: Tensor
-    failed: Tensor
-    spec: ParamSpec
-
-    @cached_property
-    def precision(self) -> LowRankPrecision:
-        """UUᵀ + diag d of all replicas, factorised once per state."""
-        return factorize(self.prec_factor, self.prec_diag)
+    step: Tensor  # type: ignore[assignment]
+    failed: Tensor = field(kw_only=True)
 
 
 class Failure(NamedTuple):
@@ -84,61 +68,32 @@ class Failure(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Info:
-    """What a step can tell besides the new state; NaN for replicas that took none.
+class Info(slang.Info):
+    """Diagnostics of a step: those of `slangvi.slang.Info` with the replica in front, NaN for those that took none.
 
     Args:
         step: steps each replica has taken, (K,).
         num_rows: R of each, per-example gradients used; 0 for a replica that took no step, (K,).
-        spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, for OnlineEig of Ĝ, largest first, (K, L).
-        total: sum of all its eigenvalues, (K,).
-        residual: bound on the relative error of those eigenpairs; 0 when they were computed in full, (K,).
-        clipped: Σ of what rounding would have taken from d⁺ below its bound; rounding only, (K,).
         expected_log_likelihood: N times the mean log-likelihood over rows, (K,).
         failed: replicas that stand still, (K,).
         failures: those that failed in this step.
     """
 
-    step: Tensor
-    num_rows: Tensor
-    spectrum: Tensor
-    total: Tensor
-    residual: Tensor
-    clipped: Tensor
-    expected_log_likelihood: Tensor
-    failed: Tensor
-    failures: tuple[Failure, ...]
-    _state: State = field(repr=False)
-    _prior: Prior = field(repr=False)
+    step: Tensor  # type: ignore[assignment]
+    num_rows: Tensor  # type: ignore[assignment]
+    expected_log_likelihood: Tensor = field(kw_only=True)  # type: ignore[assignment]
+    failed: Tensor = field(kw_only=True)
+    failures: tuple[Failure, ...] = field(kw_only=True)
 
     @property
-    def captured(self) -> Tensor:
-        """Share of the curvature's trace that the low-rank part holds, 0…1, (K,)."""
-        return torch.where(self.total > 0, self.spectrum.sum(-1) / self.total, torch.ones_like(self.total))
-
-    @property
-    def loss(self) -> Tensor:
-        """Negative expected log-likelihood, the fit part of the negative ELBO, (K,)."""
-        return -self.expected_log_likelihood
-
-    @cached_property
-    def kl(self) -> Tensor:
-        """KL(q ‖ prior) after the step, computed when first asked for, (K,)."""
-        prior = Independent(Normal(self._prior.mean, self._prior.precision.rsqrt(), validate_args=False), 1)
-        return kl_divergence(posterior(self._state), prior)
-
-    @property
-    def elbo(self) -> Tensor:
+    def elbo(self) -> Tensor:  # type: ignore[override]
         """Expected log-likelihood − KL, (K,)."""
-        return self.expected_log_likelihood - self.kl
+        value: Tensor = self.expected_log_likelihood - self.kl
+        return value
 
 
 def init(
-    params: Params | Sequence[Params],
-    num_replicas: int,
-    rank: int,
-    init_precision: Any = 1.0,
-    stacked: bool = False,
+    params: Params | Sequence[Params], num_replicas: int, rank: int, init_precision: Any = 1.0, stacked: bool = False
 ) -> State:
     """Start K replicas with U = 0 and d = `init_precision`.
 
@@ -161,15 +116,16 @@ def init(
     loc = spec.flatten({name: value.detach() for name, value in together.items()}, dtype).contiguous()
     if not bool(torch.isfinite(loc).all()):
         raise ValueError("params must be finite, got NaN or Inf. Re-initialise the models.")
-    diag = _settings.per_replica("init_precision", init_precision, spec, loc).contiguous()
+    diag = per_replica("init_precision", init_precision, spec, loc).contiguous()
     steps, failed = torch.zeros(len(loc), dtype=torch.int64), torch.zeros(len(loc), dtype=torch.bool)
-    return State(loc, loc.new_zeros(len(loc), rank, loc.shape[1]), diag, torch.zeros_like(loc), steps, failed, spec)
+    factor = loc.new_zeros(len(loc), rank, loc.shape[1])
+    return State(loc, factor, diag, torch.zeros_like(loc), steps, spec, failed=failed)
 
 
 def _together(params: Any, count: int, stacked: bool) -> dict[str, Tensor]:
-    """Tensors with the replica in front."""
+    """Return tensors with the replica in front."""
     if not isinstance(params, Mapping):
-        many = _settings.listed("params", params, count)
+        many = listed("params", params, count)
         if many is None or not all(isinstance(one, Mapping) and one.keys() == many[0].keys() for one in many):
             raise TypeError(
                 "params must be a dict of tensors, or a sequence of dicts with the same names, one for each replica."
@@ -187,34 +143,46 @@ def _together(params: Any, count: int, stacked: bool) -> dict[str, Tensor]:
     return dict(params)
 
 
+def listed(name: str, value: Any, count: int) -> list[Any] | None:
+    """Return the K values of a sequence, or None for one value that all replicas share."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return None
+    if len(value) != count:
+        raise ValueError(
+            f"{name} must be one value, or a sequence with one for each of the {count} replicas, got {len(value)}."
+        )
+    return list(value)
+
+
+def per_replica(name: str, value: Any, spec: ParamSpec, like: Tensor, positive: bool = True) -> Tensor:
+    """Return what `per_parameter` takes, or K of these in a sequence or a (K, P) tensor, as (K, P) like `like`."""
+    many = listed(name, value.unbind(0) if isinstance(value, Tensor) and value.ndim == 2 else value, len(like))
+    if many is None:
+        return per_parameter(name, value, spec, like[0], positive).expand_as(like)
+    rows = (per_parameter(f"{name}[{k}]", one, spec, like[0], positive) for k, one in enumerate(many))
+    return torch.stack(list(rows))
+
+
 def replica(state: State, k: int) -> slang.State:
-    """One replica as an ordinary state, for `slangvi.slang` and everything that takes one."""
-    return slang.State(
-        state.loc[k], state.prec_factor[k], state.prec_diag[k], state.momentum[k], int(state.step[k]), state.spec
-    )
+    """Return one replica as an ordinary state, for `slangvi.slang` and everything that takes one."""
+    return slang.State(*Tensors(*(x[k] for x in state.tensors)), int(state.step[k]), state.spec)
 
 
 def stack(states: Sequence[slang.State]) -> State:
-    """Ordinary states of one layout and rank as replicas; their steps may differ."""
+    """Return ordinary states of one layout and rank as replicas; their steps may differ."""
     shapes = {(state.spec, state.prec_factor.shape, state.loc.dtype, state.loc.device) for state in states}
     if len(shapes) != 1:
         raise ValueError(
             "states must be one or more with the same parameters, rank, dtype and device, got "
             f"{len(shapes) or 'no'} {'kinds' if shapes else 'states'}."
         )
-    return State(
-        torch.stack([state.loc for state in states]),
-        torch.stack([state.prec_factor for state in states]),
-        torch.stack([state.prec_diag for state in states]),
-        torch.stack([state.momentum for state in states]),
-        torch.tensor([state.step for state in states]),
-        torch.zeros(len(states), dtype=torch.bool),
-        states[0].spec,
-    )
+    tensors = Tensors(*(torch.stack(parts) for parts in zip(*(state.tensors for state in states), strict=True)))
+    steps, failed = torch.tensor([state.step for state in states]), torch.zeros(len(states), dtype=torch.bool)
+    return State(*tensors, steps, states[0].spec, failed=failed)
 
 
 def streams(seeds: Sequence[int], device: torch.device | str = "cpu") -> list[torch.Generator]:
-    """A generator for each replica, from a seed each."""
+    """Return a generator for each replica, from a seed each."""
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds must be one whole number for each replica, got {seeds!r}.")
     numbers = [checks.count("seeds", seed, least=-(2**63)) for seed in seeds]
@@ -224,16 +192,10 @@ def streams(seeds: Sequence[int], device: torch.device | str = "cpu") -> list[to
 
 
 def noise(like: Tensor, sample_shape: Sequence[int], generators: Generators, index: Tensor | None = None) -> Tensor:
-    """Standard normal numbers for some replicas, (k, *sample_shape, P).
+    """Draw standard normal numbers for some replicas, (k, *sample_shape, P).
 
-    With a generator for each replica they are those a single run would draw; they come from the generators' device and
-    are moved if the replicas are elsewhere.
-
-    Args:
-        like: (K, P).
-        sample_shape: of the draws of each.
-        generators: one for each of the K replicas, one for all, or None for torch's own.
-        index: which replicas, (k,); the generators of others do not move. None means all.
+    With a generator for each of the K replicas they are those a single run would draw; they come from the generators'
+    device and are moved if the replicas are elsewhere. Generators of replicas outside `index` do not move.
     """
     count = len(like) if index is None else len(index)
     shape = (count, *sample_shape, like.shape[1])
@@ -255,25 +217,15 @@ def noise(like: Tensor, sample_shape: Sequence[int], generators: Generators, ind
 def sample(state: State, sample_shape: Sequence[int] = (), generators: Generators = None) -> dict[str, Tensor]:
     """Draws from each q: name → (K, *sample_shape, ...).
 
-    Args:
-        state: of K replicas.
-        sample_shape: of the draws of each.
-        generators: one for each replica, which gives what a single run would draw; or one for all, or None for torch's
-            own, which is faster on a GPU.
+    With a generator for each replica they are what a single run would draw; one generator for all, or None for torch's
+    own, is faster on a GPU.
     """
     drawn = noise(state.loc, sample_shape, generators).movedim(0, -2)
     return state.spec.unflatten((state.loc + state.precision.transform_noise(drawn)).movedim(-2, 0))
 
 
-def posterior(state: State) -> LowRankPrecisionNormal:
-    """All q as one torch distribution over flat vectors, with batch shape (K,)."""
-    return LowRankPrecisionNormal(
-        state.loc, state.prec_factor.mT, state.prec_diag, validate_args=False, param_spec=state.spec
-    )
-
-
 def pad(batches: Sequence[Any]) -> tuple[Any, list[int]]:
-    """Batches or data sets of different length, one for each replica, as one with counts.
+    """Join batches or data sets of different length, one for each replica, into one with counts.
 
     Args:
         batches: nestings of tensors with the examples in front, alike but for their number.
@@ -296,7 +248,7 @@ def pad(batches: Sequence[Any]) -> tuple[Any, list[int]]:
 
 
 def _padded(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors (M, ...) of several lengths as one (K, M, ...)."""
+    """Join tensors (M, ...) of several lengths into one (K, M, ...)."""
     kinds = {(part.dtype, *part.shape[1:]) for part in parts}
     if len(kinds) > 1:
         raise ValueError(f"got dtypes and shapes {sorted(map(str, kinds))}.")

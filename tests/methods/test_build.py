@@ -10,7 +10,7 @@ import slangvi
 from helpers.logistic_runs import log_likelihood, logistic
 from slangvi.errors import UnsupportedModuleError
 from slangvi.methods import mean_field
-from slangvi.methods._curvature import hessian_gatherer
+from slangvi.methods._build import hessian_gatherer
 from slangvi.params import ParamSpec
 from slangvi.rows import dense
 
