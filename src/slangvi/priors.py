@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 __all__ = ["ELBO", "Prior"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prior:
-    """N(μ₀, diag(λ)⁻¹)."""
+    """N(μ₀, diag(λ)⁻¹).
 
-    precision: Tensor  # λ, (P,)
-    mean: Tensor  # μ₀, (P,)
+    Args:
+        precision: λ, (P,).
+        mean: μ₀, (P,).
+    """
+
+    precision: Tensor
+    mean: Tensor
+
+    @cached_property
+    def bounds(self) -> tuple[float, float, float]:
+        """Smallest and largest λ, and the length of μ₀, as numbers."""
+        low, high = torch.aminmax(self.precision)
+        found = torch.stack([low, high, torch.linalg.vector_norm(self.mean)]).tolist()
+        return found[0], found[1], found[2]
 
 
 class ELBO(NamedTuple):

@@ -71,6 +71,12 @@ def choice(*allowed: str) -> Check:
     return partial(checks.choice, allowed=allowed)
 
 
+def _curvature_rows(name: str, value: Any) -> Any:
+    """Refuse what is no number of examples."""
+    hint = 'None takes all examples of a batch, "auto" chooses.'
+    return value if isinstance(value, str) and value == "auto" else checks.count(name, value, hint=hint)
+
+
 def schedule(high: float = math.inf) -> Check:
     """Return a check for a rate that is a number; one that is a function of the step is checked at every step."""
 
@@ -177,7 +183,8 @@ class CurvatureSettings(GaussianSettings):
             precision is there before the mean relies on it. False is the paper as printed.
         verify: check examples against the definition of their gradient, ever more rarely.
         curvature_rows: examples of each backward pass, drawn at random, whose gradients estimate the curvature; all
-            examples give the gradient of the mean. None takes all, as in the paper.
+            examples give the gradient of the mean. None takes all, as in the paper; "auto" takes 16, or twice the rank
+            if that is more.
         memory_limit: bytes that formed gradients and temporaries may take; None leaves it to fixed defaults.
         routes: which gradients are formed, and how SLANG finds the spectrum; None leaves it to counting.
         on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
@@ -188,10 +195,17 @@ class CurvatureSettings(GaussianSettings):
     momentum: float = per_group(0.0)
     precision_warmup: bool = checked(True, checks.flag)
     verify: bool = checked(True, checks.flag)
-    curvature_rows: int | None = checked(None, partial(checks.count, hint="None takes all examples of a batch."))
+    curvature_rows: int | Literal["auto"] | None = checked(None, _curvature_rows)
     memory_limit: int | None = checked(None, partial(checks.count, hint="It is a number of bytes."))
     routes: Routes | None = None
     on_divergence: str = checked("warn", choice(*REACTIONS))
+
+    @property
+    def rows_of_pass(self) -> int | None:
+        """Examples of each backward pass whose gradients estimate the curvature; None for all."""
+        if self.curvature_rows == "auto":
+            return max(16, 2 * getattr(self, "rank", 0))
+        return self.curvature_rows
 
     @property
     def routes_within_limit(self) -> Routes:

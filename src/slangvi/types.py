@@ -20,7 +20,8 @@ class Routes:
             parameter.
         spectrum: "auto" forms the Gram matrix of all rows or applies it to a few vectors, whichever counts fewer
             operations; "gram" and "randomized" insist.
-        form_bytes: largest tensor of formed gradients; more columns are formed piece by piece, twice a step.
+        form_bytes: largest tensor of formed gradients; more columns are formed piece by piece, twice a step. None takes
+            256 MB, or a quarter of what the state takes if that is more.
         chunk_bytes: largest temporary of a product.
 
     Example:
@@ -30,7 +31,7 @@ class Routes:
 
     layers: str | Mapping[str, str] = "auto"
     spectrum: str = "auto"
-    form_bytes: int = 1 << 28
+    form_bytes: int | None = None
     chunk_bytes: int = 1 << 26
 
     def __post_init__(self) -> None:
@@ -41,14 +42,15 @@ class Routes:
         if self.spectrum not in ("auto", "gram", "randomized"):
             raise ValueError(f"spectrum must be 'auto', 'gram' or 'randomized', got {self.spectrum!r}.")
         for name in ("form_bytes", "chunk_bytes"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must be a number of bytes ≥ 0, got {getattr(self, name)}.")
 
     def within(self, memory_limit: int | None) -> Routes:
         """Return the routes with nothing larger than a number of bytes."""
         if memory_limit is None:
             return self
-        form, chunk = min(self.form_bytes, memory_limit), min(self.chunk_bytes, memory_limit)
+        form = memory_limit if self.form_bytes is None else min(self.form_bytes, memory_limit)
+        chunk = min(self.chunk_bytes, memory_limit)
         return replace(self, form_bytes=form, chunk_bytes=chunk)
 
     def layer(self, name: str) -> str:

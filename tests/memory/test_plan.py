@@ -123,7 +123,7 @@ def test_model_batch_and_random_state_stay_as_they_were():
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.cached is None
     assert model.training
-    assert all(p.grad is None and p._backward_hooks for p in model.parameters())  # those of `opt`
+    assert all(p.grad is None and p._post_accumulate_grad_hooks for p in model.parameters())  # those of `opt`
     assert torch.equal(X, before_batch)
     assert opt.posterior.mean.shape == (18,)
 

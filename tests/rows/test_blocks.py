@@ -380,7 +380,7 @@ def test_a_bias_and_its_weight_may_share_their_memory(scales, layers):
             "u": Formed(randn(4, 2)),
             "s": Formed(left.view(4, 3)),
         }
-        groups.append(RowGroup(4, parts, {}).scaled(scale))
+        groups.append(RowGroup(4, parts).scaled(scale))
         dense.append(scale * torch.cat([part.form() for part in parts.values()], dim=1))
     truth = torch.cat(dense)
     operator = FactoredGradients(spec, groups, like=inputs, routes=Routes(layers))
@@ -398,9 +398,9 @@ def test_stacks_of_many_temporary_parts_are_not_confused():
     """Parts made on the way and freed again may give their addresses to the next parameter's parts."""
     names = tuple("abcdefgh")
     spec = ParamSpec(names, (torch.Size((3, 2)),) * len(names))
-    first = RowGroup(4, {name: outer(4) for name in names}, {})
-    second = RowGroup(4, {name: Formed(randn(4, 6)) for name in names}, {})
-    third = RowGroup(2, {}, {})
+    first = RowGroup(4, {name: outer(4) for name in names})
+    second = RowGroup(4, {name: Formed(randn(4, 6)) for name in names})
+    third = RowGroup(2, {})
     operator = FactoredGradients(spec, [third, first, second, third], like=randn(1))
     middle = [torch.cat([group.blocks[name].form() for group in (first, second)]) for name in names]
     zeros = torch.zeros(2, 48, dtype=torch.float64)

@@ -360,3 +360,60 @@ def test_the_global_random_state_is_left_alone():
     before = torch.get_rng_state()
     capture.collect()
     assert torch.equal(before, torch.get_rng_state())
+
+
+# ---- gradients of a pass as a whole
+
+
+def two_outputs() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
+
+
+def test_gradients_that_were_there_before_are_not_the_pass_own():
+    model, x = two_outputs()
+    recorder = GradientRecorder(model, ParamSpec.of_module(model), torch.float64)
+    totals = []
+    with recorder.recording():
+        for scale in (1.0, 2.0, 3.0):  # as micro-batches add up
+            (scale * model(x)).sum().backward()
+        for param in model.parameters():
+            param.grad = None
+        (4.0 * model(x)).sum().backward()
+        later, last = model(x).sum(), (5.0 * model(x)).sum()  # both graphs before both passes
+        later.backward()
+        last.backward()
+    totals = [group.total for group in recorder.collect()]
+    unit = torch.cat([x.sum(0).repeat(2), torch.full((2,), 4.0, dtype=torch.float64)])
+    for total, scale in zip(totals, (1.0, 2.0, 3.0, 4.0, 1.0, 5.0), strict=True):
+        torch.testing.assert_close(total, scale * unit)
+
+
+def test_hooks_of_others_do_not_change_what_is_recorded():
+    model, x = two_outputs()
+    handle = model.weight.register_hook(torch.zeros_like)
+    recorder = GradientRecorder(model, ParamSpec.of_module(model), torch.float64, wants_rows=False)
+    with recorder.recording():
+        model(x).sum().backward()
+    (group,) = recorder.collect()
+    torch.testing.assert_close(group.total[:6], x.sum(0).repeat(2))
+    assert not model.weight.grad.any()
+    handle.remove()
+    model.zero_grad()
+    with recorder.recording():
+        loss = model(x).sum()
+        model.weight.register_hook(torch.zeros_like)
+        with pytest.raises(UnsupportedModuleError, match="between forward and backward"):
+            loss.backward()
+
+
+def test_a_term_beside_the_outputs_in_a_second_pass_is_refused():
+    model, x = two_outputs()
+    model.beside = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    recorder = GradientRecorder(model, ParamSpec.of_module(model), torch.float64, verify=False)
+    with recorder.recording():
+        first, second = model(x).sum(), model(x)[:, 0].sum()
+        first.backward()
+        (second + model.beside.square().sum()).backward()
+    with pytest.raises(UnsupportedModuleError, match="second of two backward passes"):
+        recorder.collect()

@@ -11,7 +11,8 @@ Throughout, U is stored by rows, as `factor` of shape (..., L, P), because rows 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,9 +20,19 @@ from torch import Tensor
 
 from slangvi.linalg.kept import kept
 from slangvi.linalg.noise import standard_normal
-from slangvi.linalg.products import LONG, batch_matmul, combine_rows, gram_float64, is_long, is_plain, rows_dot_vector
+from slangvi.linalg.products import (
+    LONG,
+    batch_matmul,
+    cache_slices,
+    combine_rows,
+    gram_float64,
+    is_long,
+    is_plain,
+    rows_dot_vector,
+)
+from slangvi.linalg.threads import one_thread
 
-__all__ = ["LowRankPrecision", "capacitance", "factorize", "matmul"]
+__all__ = ["LowRankPrecision", "capacitance", "factorize", "is_small_on_host", "matmul", "solve_small", "with_small"]
 
 # Relative rounding of the Gram of long rows, with room to spare.
 _LONG_ROUNDING = 3e-7
@@ -43,14 +54,21 @@ class LowRankPrecision:
         diag: d > 0, (..., P).
         gram: VᵀV, float64, (..., L, L).
         cholesky: lower Cholesky factor of I + VᵀV, float64, (..., L, L).
+        inverse_cholesky: its inverse, where it was made beforehand.
     """
 
     factor: Tensor
     diag: Tensor
     gram: Tensor
     cholesky: Tensor
+    inverse_cholesky: Tensor | None = None
 
-    @kept
+    @cached_property
+    def small(self) -> Tensor:
+        """All that is made of VᵀV, see `solve_small`."""
+        return solve_small(self.gram.cpu(), self.factor).to(self.gram.device, non_blocking=True)
+
+    @property
     def shrink(self) -> Tensor:
         """d^(−½), (..., P). V = diag(d)^(−1/2) U is never formed: it would be a second factor to hold and to write."""
         return self.diag.rsqrt()
@@ -59,21 +77,36 @@ class LowRankPrecision:
         """(UUᵀ + diag d) x for x of shape (..., P)."""
         return matmul(self.factor, self.diag, rhs)
 
-    def solve(self, rhs: Tensor) -> Tensor:
+    def solve(self, rhs: Tensor, in_place: bool = False) -> Tensor:
         """(UUᵀ + diag d)⁻¹ x = D⁻¹(x − U (I + VᵀV)⁻¹ Uᵀ D⁻¹x), D = diag d, for x of shape (..., P).
 
         The subtraction loses as many digits along U as U dominates D by, and a mean that moves by what is left there
         would run away. In float32 it is mended: Uᵀy of the result y is known beforehand, as (I + VᵀV)⁻¹ Uᵀ D⁻¹x.
+
+        Args:
+            rhs: x.
+            in_place: write the result over x.
         """
         if self.is_narrow:
             return self.double.solve(rhs.to(torch.float64)).to(rhs.dtype)
-        dtype = rhs.dtype
-        inner = self.solve_capacitance(rows_dot_vector(self.factor, rhs / self.diag))
-        solved = (rhs - combine_rows(inner.to(dtype), self.factor)) / self.diag
-        if dtype == torch.float64:
+        solved = rhs.div_(self.diag) if in_place else rhs / self.diag
+        if not self.factor.shape[-2]:
             return solved
-        missing = self.solve_capacitance(inner - rows_dot_vector(self.factor, solved))
-        return torch.addcdiv(solved, combine_rows(missing.to(dtype), self.factor), self.diag)
+        inner = self.solve_capacitance(rows_dot_vector(self.factor, solved))
+        solved = self._add_combination(solved, -inner)
+        if solved.dtype is not torch.float64:
+            missing = self.solve_capacitance(inner - rows_dot_vector(self.factor, solved))
+            solved = self._add_combination(solved, missing)
+        return solved
+
+    def _add_combination(self, solved: Tensor, weights: Tensor) -> Tensor:
+        """Return x + D⁻¹Uy, written over x where nobody differentiates."""
+        y = weights.to(solved.dtype)
+        if not all(is_plain(x) for x in (solved, y, self.factor, self.diag)):
+            return torch.addcdiv(solved, combine_rows(y, self.factor), self.diag)
+        for cut in cache_slices(solved):
+            solved[..., cut].addcdiv_(combine_rows(y, self.factor[..., cut]), self.diag[..., cut])
+        return solved
 
     def transform_noise(self, noise: Tensor) -> Tensor:
         r"""Turn standard normal noise into a zero-mean draw with covariance (UUᵀ + diag d)⁻¹.
@@ -113,10 +146,7 @@ class LowRankPrecision:
     @kept
     def spectrum(self) -> tuple[Tensor, Tensor]:
         """√(1+s) and Q of VᵀV = Q diag(s) Qᵀ, without gradient."""
-        if self.gram.shape[-1] == 1:  # needs no library, and waits for no device
-            return self.gram.detach().squeeze(-1).clamp_min(0.0).add_(1.0).sqrt_(), torch.ones_like(self.gram)
-        values, vectors = torch.linalg.eigh(self.gram.detach())
-        return values.clamp_min_(0.0).add_(1.0).sqrt_(), vectors
+        return _spectrum(self.gram.detach())
 
     @kept
     def damping(self) -> Tensor:
@@ -149,7 +179,7 @@ class LowRankPrecision:
     def double(self) -> LowRankPrecision:
         """The same in float64."""
         factor, diag = self.factor.to(torch.float64), self.diag.to(torch.float64)
-        return LowRankPrecision(factor, diag, self.gram, self.cholesky)
+        return replace(self, factor=factor, diag=diag)
 
     @property
     def is_narrow(self) -> bool:
@@ -224,6 +254,8 @@ class LowRankPrecision:
 
     def solve_capacitance(self, inner: Tensor) -> Tensor:
         """(I + VᵀV)⁻¹ y for y of shape (..., L), in float64."""
+        if self.inverse_cholesky is not None:
+            return _turn(self.inverse_cholesky.mT, _turn(self.inverse_cholesky, inner.to(torch.float64)))
         columns = inner.to(torch.float64).unsqueeze(-1)
         if self.cholesky.shape[-1] == 1:
             solved = columns / self.cholesky.square()
@@ -237,7 +269,7 @@ class LowRankPrecision:
 
 
 def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
-    """Factorise UUᵀ + diag(d) once, in O(P L²).
+    """Return UUᵀ + diag(d) as an object that is factorised once, in O(P L²).
 
     Args:
         factor: U by rows, (..., L, P); L may be 0 or exceed P.
@@ -254,7 +286,22 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
         tensor([0.1000, 0.2500])
     """
     gram = gram_float64(factor, diag)
+    if is_small_on_host(gram) and is_plain(gram):
+        return with_small(factor, diag, gram, solve_small(gram.cpu(), factor).to(gram.device, non_blocking=True))
     return LowRankPrecision(factor, diag, gram, capacitance(gram, factor))
+
+
+def is_small_on_host(gram: Tensor) -> bool:
+    """Tell whether one wait for the host takes less time than the many small kernels of a GPU's library."""
+    return gram.is_cuda and gram.ndim == 2 and len(gram) > 0
+
+
+def with_small(factor: Tensor, diag: Tensor, gram: Tensor, small: Tensor) -> LowRankPrecision:
+    """Return a precision with what `solve_small` has found for it, (5, L, L)."""
+    cholesky, inverse, vectors, roots, damping = small.unbind()
+    precision = LowRankPrecision(factor, diag, gram, cholesky, inverse)
+    precision.__dict__.update(small=small, spectrum=(roots[:1].flatten(), vectors), damping=damping[:1].flatten())
+    return precision
 
 
 def capacitance(gram: Tensor, factor: Tensor) -> Tensor:
@@ -278,6 +325,34 @@ def capacitance(gram: Tensor, factor: Tensor) -> Tensor:
     lower, failed = torch.linalg.cholesky_ex(matrix)
     spoilt: Tensor = lower.where((failed == 0)[..., None, None], torch.nan)
     return spoilt
+
+
+def solve_small(gram: Tensor, factor: Tensor) -> Tensor:
+    """Return all that is made of VᵀV, (5, L, L) for L ≥ 1: see `with_small`.
+
+    Args:
+        gram: VᵀV, float64, (L, L).
+        factor: U by rows, see `capacitance`.
+    """
+    with one_thread():
+        cholesky, (roots, vectors) = capacitance(gram, factor), _spectrum(gram)
+        wide = (x.expand_as(gram) for x in (roots, _damping(roots)))
+        return torch.stack([cholesky, _inverse_triangle(cholesky), vectors, *wide])
+
+
+def _inverse_triangle(lower: Tensor) -> Tensor:
+    """Return the inverse of lower triangular matrices, float64, (..., L, L)."""
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+    return inverse
+
+
+def _spectrum(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return √(1+s) and Q of Q diag(s) Qᵀ, (..., L) and (..., L, L)."""
+    if gram.shape[-1] == 1:  # needs no library, and waits for no device
+        return gram.squeeze(-1).clamp_min(0.0).add_(1.0).sqrt_(), torch.ones_like(gram)
+    values, vectors = torch.linalg.eigh(gram)
+    return values.clamp_min_(0.0).add_(1.0).sqrt_(), vectors
 
 
 def matmul(factor: Tensor, diag: Tensor, rhs: Tensor) -> Tensor:

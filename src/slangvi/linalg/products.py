@@ -37,10 +37,9 @@ _WIDE = 8000
 # Entries of long rows that one block of a GPU multiplies, and how many blocks it takes at once.
 _CHUNK = 1 << 10
 _GPU_BLOCKS = 1 << 12
-# Columns of a product of few long rows that are made at once, and rows from which on a CPU makes them in batches.
-_STRIP = 1 << 16
-_GPU_STRIP = 1 << 20
-_MANY_ROWS = 16
+# Columns of a product of few long rows that are made at once.
+_STRIP = 1 << 14
+_GPU_STRIP = 1 << 22
 
 
 def gram_float64(rows: Tensor, diag: Tensor | None = None) -> Tensor:
@@ -72,24 +71,28 @@ def is_long(rows: Tensor) -> bool:
 
 def _gram_of_long_rows(rows: Tensor, diag: Tensor | None) -> Tensor:
     rank, size = rows.shape
-    block, blocks = (_CHUNK, _GPU_BLOCKS) if rows.is_cuda else (_BLOCK, _BLOCKS_AT_ONCE)
+    block, blocks = (even_block(size, _CHUNK), _GPU_BLOCKS) if rows.is_cuda else (_BLOCK, _BLOCKS_AT_ONCE)
     width = blocks * block if rows.is_cuda else max(blocks, -(-size // (_MOST_PARTS * block))) * block
-    total = rows.new_zeros(rank, rank, dtype=torch.float64)
+    total: Tensor | None = None
     scratch = rows.new_empty(0 if diag is None else rank * min(width, size))
     for start in range(0, size, width):
         part = rows[:, start : start + width]
         if diag is not None:
             space = scratch[: part.numel()].view(part.shape)
             part = torch.mul(part, diag[start : start + width].rsqrt(), out=space)
-        total += _dot_in_blocks(part, part, block)
+        found = _dot_in_blocks(part, part, block)
+        total = found if total is None else total.add_(found)
+    assert total is not None
     return total
 
 
 def is_plain(x: Tensor) -> bool:
     """Tell whether neither autograd nor vmap watches a tensor, so that results may be written in place."""
-    if x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if x.requires_grad:
         return False
-    return forward_ad.unpack_dual(x).tangent is None
+    if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+        return True
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x) and forward_ad.unpack_dual(x).tangent is None
 
 
 def column_squares(rows: Tensor) -> Tensor:
@@ -136,12 +139,12 @@ def even_block(size: int, block: int) -> int:
 
 def _dot_in_blocks(rows: Tensor, others: Tensor, block: int) -> Tensor:
     """Return inner products, (L, P) and (K, P) → (L, K), float64: within blocks in the rows' dtype, then added."""
-    count = rows.shape[-1] // block
-    left, right = (x[:, : count * block].unflatten(-1, (count, block)).transpose(0, 1) for x in (rows, others))
+    count, rest = divmod(rows.shape[-1], block)
+    left, right = (
+        (x[:, : count * block] if rest else x).view(len(x), count, block).transpose(0, 1) for x in (rows, others)
+    )
     total: Tensor = torch.bmm(left, right.mT).sum(0, dtype=torch.float64)
-    if rows.shape[-1] > count * block:
-        total = total + rows[:, count * block :] @ others[:, count * block :].mT
-    return total
+    return total + rows[:, -rest:] @ others[:, -rest:].mT if rest else total
 
 
 def cache_slices(vector: Tensor) -> list[slice]:
@@ -167,27 +170,21 @@ def batch_matmul(a: Tensor, b: Tensor) -> Tensor:
 def mix_rows(weights: Tensor, rows: Tensor, out: Tensor) -> None:
     """Write W U for W (..., K, L) and U (..., L, P) to `out`, (..., K, P), which may be U itself.
 
-    Few long rows are taken in strips, on a CPU as batches of narrow products: one product with a matrix this wide takes
-    it up to three times as long.
+    Few long rows are taken in strips: one product with a matrix this wide takes a CPU up to twice as long.
     """
-    if rows.ndim > 2 or 0 in rows.shape:
+    if rows.ndim > 2 or 0 in (*rows.shape, *weights.shape):
         out.copy_(batch_matmul(weights, rows))
         return
     count, size, on_cpu = len(weights), rows.shape[1], rows.device.type == "cpu"
+    if not on_cpu and out.data_ptr() != rows.data_ptr():
+        torch.mm(weights, rows, out=out)
+        return
     strip = min(size, _STRIP if on_cpu else _GPU_STRIP)
     scratch = rows.new_empty(count * strip)
     for start in range(0, size, max(1, strip)):
-        part, place = rows[:, start : start + strip], out[:, start : start + strip]
-        whole = part.shape[1] // _CHUNK * _CHUNK if on_cpu and len(rows) >= _MANY_ROWS else 0
-        if whole:
-            blocks = part[:, :whole].unflatten(1, (-1, _CHUNK)).transpose(0, 1)
-            batch = scratch[: count * whole].view(len(blocks), count, _CHUNK)
-            torch.bmm(weights.expand(len(blocks), -1, -1), blocks, out=batch)
-            rest = torch.mm(weights, part[:, whole:])
-            place[:, :whole].unflatten(1, (-1, _CHUNK)).copy_(batch.transpose(0, 1))
-            place[:, whole:] = rest
-        else:
-            place.copy_(torch.mm(weights, part, out=scratch[: count * part.shape[1]].view(count, -1)))
+        part = rows[:, start : start + strip]
+        made = torch.mm(weights, part, out=scratch[: count * part.shape[1]].view(count, -1))
+        out[:, start : start + strip] = made
 
 
 def rows_dot_vector(rows: Tensor, vector: Tensor, dtype: torch.dtype | None = torch.float64) -> Tensor:

@@ -11,12 +11,24 @@ All of this is in float64, for single matrices and batches of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["TOLERANCE", "Eigenpairs", "decompose", "iterate", "iteration_pays", "leading_eigenpairs", "project"]
+from slangvi.linalg.threads import one_thread
+
+__all__ = [
+    "SMALL",
+    "TOLERANCE",
+    "Eigenpairs",
+    "decompose",
+    "iterate",
+    "iteration_pays",
+    "leading_eigenpairs",
+    "project",
+]
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -32,7 +44,7 @@ _CHANCE = 0.1
 PRODUCTS = 3
 MOST_LOOKS = 8
 # Rows up to which a GPU is slower than a CPU at decomposing one matrix.
-_SMALL = 384
+SMALL = 384
 
 
 class Eigenpairs(NamedTuple):
@@ -84,13 +96,19 @@ def iteration_pays(size: int, count: int) -> bool:
 
 def decompose(matrix: Tensor, count: int) -> Eigenpairs:
     """Return the leading eigenpairs by decomposing the matrices in full."""
-    if matrix.is_cuda and matrix.ndim == 2 and matrix.shape[-1] <= _SMALL:
-        values, vectors = (x.to(matrix.device) for x in torch.linalg.eigh(matrix.cpu()))
-    else:
-        values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = eigh(matrix)
     first = values.shape[-1] - count
     leading = values[..., first:].flip(-1).clamp_min(0.0)
     return Eigenpairs(leading, vectors[..., first:].flip(-1), values.new_zeros(values.shape[:-1]))
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues, smallest first, and vectors; small matrices of a GPU are decomposed on the host."""
+    if matrix.ndim > 2 or len(matrix) > SMALL:
+        return torch.linalg.eigh(matrix)  # type: ignore[no-any-return]
+    with one_thread():  # more of them wait for each other longer than they work
+        values, vectors = torch.linalg.eigh(matrix.cpu())
+    return values.to(matrix.device), vectors.to(matrix.device)
 
 
 def starting_block(like: Tensor, count: int, start: Tensor | None = None) -> Tensor:
@@ -103,9 +121,7 @@ def starting_block(like: Tensor, count: int, start: Tensor | None = None) -> Ten
         count: L.
         start: (..., n, at most L); None for random ones alone.
     """
-    size, source = like.shape[-2], torch.Generator().manual_seed(0)
-    here: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
-    block = torch.randn(size, count + OVERSAMPLING, generator=source, **here).div_(size**0.5).to(like.device)
+    block = _random_block(like.shape[-2], count + OVERSAMPLING, like.device)
     if start is None:
         return block.expand(*like.shape[:-2], -1, -1)
     lengths = torch.linalg.vector_norm(start, dim=-2, keepdim=True)
@@ -113,6 +129,13 @@ def starting_block(like: Tensor, count: int, start: Tensor | None = None) -> Ten
     block = block.expand(*like.shape[:-2], -1, -1)
     first = known + _CHANCE * block[..., : known.shape[-1]]
     return torch.cat([first, block[..., known.shape[-1] :]], -1)
+
+
+@lru_cache(maxsize=16)
+def _random_block(size: int, count: int, device: torch.device) -> Tensor:
+    """Return columns of random numbers with lengths near one, the same for the same size."""
+    source, here = torch.Generator().manual_seed(0), {"dtype": torch.float64, "device": "cpu"}
+    return torch.randn(size, count, generator=source, **here).div_(size**0.5).to(device)  # type: ignore[call-overload, no-any-return]
 
 
 def iterate(apply: Apply, block: Tensor, count: int, tolerance: float) -> tuple[Eigenpairs, Tensor]:
@@ -127,8 +150,9 @@ def iterate(apply: Apply, block: Tensor, count: int, tolerance: float) -> tuple[
     found: Eigenpairs | None = None
     done = torch.zeros(block.shape[:-2], dtype=torch.bool, device=block.device)
     for _ in range(MOST_LOOKS):
-        for _ in range(PRODUCTS):
-            block = orthonormalize(apply(block))
+        for _ in range(PRODUCTS - 1):
+            block = apply(block)
+        block = orthonormalize(block)
         new, block = project(apply(block), block, count)
         # What was good enough before stays as it was: no matrix depends on others that it is in a batch with.
         found = new if found is None else _keep_done(found, new, done)
@@ -155,8 +179,7 @@ def project(image: Tensor, block: Tensor, count: int) -> tuple[Eigenpairs, Tenso
         count: L.
     """
     small = block.mT @ image
-    # The small problem is far below the size at which a GPU is any faster.
-    values, turned = (x.to(small.device) for x in torch.linalg.eigh((0.5 * (small + small.mT)).cpu()))
+    values, turned = eigh(0.5 * (small + small.mT))
     values, turned = values[..., -count:].flip(-1), turned[..., -count:].flip(-1)
     vectors = block @ turned
     left = torch.linalg.vector_norm(image @ turned - vectors * values.unsqueeze(-2), dim=-2).amax(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -98,7 +98,7 @@ def estimate_memory(
     engine: str = "factored",
     memory_limit: int | None = None,
     verify: bool = True,
-    curvature_rows: int | None = None,
+    curvature_rows: int | Literal["auto"] | None = None,
     loss: Loss | None = None,
 ) -> MemoryPlan:
     """Return the bytes that training steps of SLANG will take, without spending them.

@@ -88,7 +88,7 @@ class FakeRun:
                 new, info = slang.update(state, gradients, num_data=1, prior=prior, lr=Rate(0.1), in_place=is_optimizer)
                 step_length(before, new, prior, 0.1, 0.9)
             with memory.phase(*FORM):  # rows that are kept for both passes over the segments; others are temporaries
-                for _, rows in gradients.segments():
+                for _, rows in gradients.segments([self.spec.num_params], state.prec_factor):
                     memory.label(tensors_in(getattr(rows, "parts", vars(rows))), "rows", of=UPDATE[1])
         memory.label([] if is_optimizer else new.tensors, "next_state")
         del kept, gradients, rows, state, before
@@ -98,7 +98,7 @@ class FakeRun:
     def _gather_by_optimizer(self, state: slang.State, plans: Plans) -> tuple[Any, GradientOperator]:
         """Return the rows of a pass for each draw, and what they are made from, which the optimizer keeps."""
         memory, settings, groups = self.memory, self.settings, list[RowGroup]()
-        chosen = settings.curvature_rows
+        chosen = settings.rows_of_pass
         recorder = GradientRecorder(self.model, self.spec, state.loc.dtype, verify=False, curvature_rows=chosen)
         recorder.plans = plans
         for _ in range(settings.mc_samples):
@@ -112,8 +112,9 @@ class FakeRun:
                 groups += recorder.collect()
             self._label_kept(groups[-1])
             if settings.verify and groups[-1].num_chosen is None:
+                assert groups[-1].total is not None
                 with memory.phase(*CHECK):
-                    check_sums(groups[-1].blocks, groups[-1].totals, math.inf)
+                    check_sums(self.spec, groups[-1].blocks, groups[-1].total, math.inf)
         recorder.close()
         with memory.phase(*FORM):  # rows of several draws are put together
             return groups, FactoredGradients(self.spec, groups, state.loc, settings.routes_within_limit)
@@ -134,7 +135,7 @@ class FakeRun:
             rows.plans = plans
         with self.memory.phase(*PASS):
             gradients, _ = gather(self.spec, thetas, (self.inputs, self.target), None)
-        self._label_kept(RowGroup(0, getattr(gradients, "blocks", {}), {}))
+        self._label_kept(RowGroup(0, getattr(gradients, "blocks", {})))
         return thetas, gradients
 
     def _label_kept(self, group: RowGroup) -> None:
@@ -142,7 +143,7 @@ class FakeRun:
         formed = [block for block in group.blocks.values() if isinstance(block, Formed)]
         factors = [block for block in group.blocks.values() if not isinstance(block, Formed)]
         self.memory.label(tensors_in(formed), "rows")
-        self.memory.label(tensors_in([factors, group.totals]), "captured")
+        self.memory.label(tensors_in([factors, group.total]), "captured")
 
     def outputs(self, params: Params | None, inputs: Any) -> Any:
         """Call the model, at other parameters than its own if they are given."""

@@ -131,11 +131,6 @@ class SumGroup(RowGroup):
 
     drawn: Tensor | None = None  # the numbers behind the draw of the weights, such as its noise, (P,)
 
-    def sum(self, spec: ParamSpec, like: Tensor) -> Tensor:
-        """Return Σ_i g_i as one vector (P,), zeros for parameters the pass did not reach."""
-        found = [(self.totals.get(name), size) for name, size in zip(spec.names, spec.numels, strict=True)]
-        return torch.cat([like.new_zeros(n) if x is None else x.flatten().to(like) for x, n in found]).mul_(self.scale)
-
 
 class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
     """Base of optimizers that need the gradient of each draw, added up over its examples, and move by Adam."""
@@ -151,7 +146,7 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
 
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
         groups, like = [row for row in rows if isinstance(row, SumGroup)], self._state.loc
-        gradients = torch.stack([group.sum(self._spec, like) for group in groups])
+        gradients = torch.stack([group.total * group.scale for group in groups if group.total is not None])
         drawn = torch.stack([group.drawn.to(like) for group in groups if group.drawn is not None])
         betas, eps = self._hyper.adam()
         options: dict[str, Any] = {"lr": self._hyper.lr(), "betas": betas, "eps": eps}
@@ -164,4 +159,4 @@ class AdamOptimizer(VariationalOptimizer[StateT, InfoT]):
 
     def _collected(self) -> list[RowGroup]:
         groups = super()._collected()
-        return [SumGroup(g.num_rows, {}, g.totals, g.scale, drawn=self._drawn) for g in groups]
+        return [SumGroup(g.num_rows, {}, g.total, g.scale, drawn=self._drawn) for g in groups]

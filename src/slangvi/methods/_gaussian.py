@@ -199,7 +199,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
             dtype,
             by_definition=options.engine == "dense",
             verify=options.verify,
-            curvature_rows=options.curvature_rows,
+            curvature_rows=options.rows_of_pass,
             generator=self.generator,
         )
 

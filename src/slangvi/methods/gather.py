@@ -15,7 +15,7 @@ from slangvi.params import ParamSpec
 from slangvi.rows import FactoredGradients, Plans, RowGroup, per_example_gradients, record, watch_outputs
 from slangvi.rows.dense import Together, batch_size, draws_at_once
 from slangvi.rows.operator import GradientOperator
-from slangvi.rows.recorder import check_batch_norm, check_tables
+from slangvi.rows.recorder import check_modules
 from slangvi.settings import FunctionalSettings, LogLikelihood
 
 __all__ = [
@@ -92,7 +92,7 @@ class RowGatherer:
 
     def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings) -> None:
         self.log_likelihood, self.routes = log_likelihood, settings.routes_within_limit
-        self.curvature_rows = settings.curvature_rows
+        self.curvature_rows = settings.rows_of_pass
         self.plans = Plans(settings.verify)
         self.dtypes = dtypes_of(settings.model)
         self.model = settings.model
@@ -114,8 +114,7 @@ class RowGatherer:
 
     def _check_model(self, model: nn.Module, spec: ParamSpec) -> None:
         """Refuse a model whose examples have no gradients of their own, and parameters that it does not have."""
-        check_batch_norm(model)
-        check_tables(model)
+        check_modules(model)
         for name in spec.names:
             if name not in self.dtypes:
                 raise ValueError(
@@ -127,7 +126,7 @@ class RowGatherer:
     ) -> tuple[RowGroup, Tensor]:
         """Return the rows at one draw (P,), and the log-likelihoods (M,)."""
         draw = spec.unflatten(theta.detach())
-        params = {n: x.to(self.dtypes.get(n, x.dtype), copy=True).requires_grad_() for n, x in draw.items()}
+        params = {n: x.to(self.dtypes.get(n, x.dtype)).requires_grad_() for n, x in draw.items()}
         with torch.enable_grad():
             values = one_per_example(self.log_likelihood(params, batch), count)
             if not values.requires_grad:
@@ -137,15 +136,18 @@ class RowGatherer:
             # The batch is the caller's, who gets control back only after the step.
             recording = record([values], params, chosen, self.plans, count, copy_data=lambda data: data)
             watch_outputs(recording, [values])
+            ones = -torch.ones_like(values)
             try:
-                grads = torch.autograd.grad(values, list(params.values()), -torch.ones_like(values), allow_unused=True)
+                with torch.autograd.set_multithreading_enabled(False):  # see `GradientRecorder.recording`
+                    grads = torch.autograd.grad(values, list(params.values()), ones, allow_unused=True)
             finally:
                 recording.detach()
-        totals = {n: g.to(theta.dtype) for n, g in zip(params, grads, strict=True) if g is not None}
+        reached = zip(params.values(), grads, strict=True)
+        total = torch.cat([(torch.zeros_like(p) if g is None else g).flatten().to(theta.dtype) for p, g in reached])
         blocks = recording.blocks(theta.dtype)
         if chosen is None:
-            return RowGroup(count, blocks, totals), values.detach()
-        return RowGroup(count, blocks, totals, num_chosen=len(chosen)), values.detach()
+            return RowGroup(count, blocks, total), values.detach()
+        return RowGroup(count, blocks, total, num_chosen=len(chosen)), values.detach()
 
     def choose(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor | None:
         """Return the examples of a batch whose rows are kept; None for all."""

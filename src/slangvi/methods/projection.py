@@ -8,7 +8,7 @@ matrix over all parts, `decide` turns it into weights, and `project` gives the n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,8 @@ from slangvi.rows.operator import GradientOperator, SegmentRows
 __all__ = ["Decision", "LeadingEigenvectors", "Part", "Projection", "choose_route"]
 
 Number = float | Tensor
+# Rows up to which their Gram is always formed: it takes few operations, though many multiplications.
+MANY_ROWS = 2048
 Route = Literal["gram", "parameters", "applied", "diagonal"]
 
 
@@ -63,7 +65,7 @@ class Decision(NamedTuple):
     """What `project` needs to know about all parts together.
 
     Args:
-        weights: of U and the rows in U⁺, (..., L + R, L), or U⁺ itself transposed, (..., P, L); float64.
+        weights: of the rows and U in U⁺, (..., R + L, L), or U⁺ itself transposed, (..., P, L); float64.
         spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (..., L).
         residual: bound on the relative error of these pairs; 0 if they were computed in full, (...).
     """
@@ -82,13 +84,8 @@ class Projection(Protocol):
     def decide(self, small: Tensor, parts: Callable[[], Iterable[Part]]) -> Decision:
         """Solve the small problem; the only place that waits for the device."""
 
-    def project(self, part: Part, decision: Decision) -> tuple[Tensor, Tensor]:
-        """Write the new precision of one part.
-
-        Returns:
-            The trace of (1−β)UUᵀ + βĜ there, and the sum of what rounding would have taken from d⁺ below its bound;
-            float64, (...).
-        """
+    def project(self, part: Part, decision: Decision) -> Tensor:
+        """Write the new precision of one part; return the sum of what rounding would take from d⁺, (...)."""
 
 
 def choose_route(rank: int, num_params: int, gradients: GradientOperator, dtype: torch.dtype) -> Route:
@@ -114,7 +111,8 @@ def choose_route(rank: int, num_params: int, gradients: GradientOperator, dtype:
         return "gram"
     gram, column = gradients.costs
     applied = 4 * PRODUCTS * (rank + OVERSAMPLING) * column
-    return "applied" if wish == "randomized" or (applied < gram and dtype is torch.float32) else "gram"
+    is_less = applied < gram and dtype is torch.float32 and size > MANY_ROWS
+    return "applied" if wish == "randomized" or is_less else "gram"
 
 
 class LeadingEigenvectors:
@@ -123,9 +121,9 @@ class LeadingEigenvectors:
     $$ A = (1-\beta)UU^\top + \beta\hat G, \qquad U^+ = Q_{1:L}\Lambda_{1:L}^{1/2}, \qquad
        d^+ = (1-\beta)d + \beta\lambda + \mathrm{diag}\,A - \mathrm{diag}\,U^+U^{+\top} $$
 
-    With C = [√(1−β) U, √gain G] stacked by rows, the nonzero spectrum of A = CᵀC is that of the small Gram CCᵀ. Its
+    With C = [√gain G, √(1−β) U] stacked by rows, the nonzero spectrum of A = CᵀC is that of the small Gram CCᵀ. Its
     leading eigenvectors W give U⁺ = WᵀC without a division by eigenvalues, so that zero and repeated directions need no
-    care. β and gain may differ by part.
+    care. The small rows come first: a sum that U is added to last is rounded less. β and gain may differ by part.
 
     Args:
         factor: U by rows, (..., L, P).
@@ -136,17 +134,37 @@ class LeadingEigenvectors:
         self.factor, self.route = factor, route
         self.rank = factor.shape[-2]
         self.dtype = factor.dtype
+        self._last: tuple[tuple[Any, ...], Tensor] | None = None
 
     def observe(self, parts: Callable[[], Iterable[Part]]) -> Tensor:
         """Return the Gram CCᵀ, or A itself; of a Gram that is not formed the diagonal, as a vector."""
         if self.route == "parameters":
             return self._whole_matrix(list(parts()))
-        total: Tensor | None = None
+        # Parts that share β are added up before they are weighted: what is small takes a GPU as long as what is not.
+        sums: list[tuple[Part, Tensor]] = []
         for part in parts():
             small = self._gram(part) if self.route == "gram" else self._diagonal(part)
-            total = small if total is None else total.add_(small)
-        assert total is not None
+            if sums and sums[-1][0].precision_lr is part.precision_lr:
+                sums[-1][1].add_(small)
+            else:
+                sums.append((part._replace(rows=None), small))  # type: ignore[arg-type]
+        (_, total), *others = [(part, self._weight(part, small)) for part, small in sums]
+        for _, small in others:
+            total += small
         return total
+
+    def _weight(self, part: Part, small: Tensor) -> Tensor:
+        """Multiply the rows and columns of a small matrix by √(1−β) and √gain, or a vector by 1−β and gain."""
+        keep, gain, height = 1 - part.precision_lr, part.gain, small.shape[-1] - self.rank
+        if self.route != "gram":
+            small[..., :1] *= gain
+            small[..., 1:] *= keep
+            return small
+        small[..., :height, :height] *= _matrix(gain)
+        small[..., height:, height:] *= _matrix(keep)
+        small[..., :height, height:] *= _matrix((keep * gain) ** 0.5)
+        small[..., height:, :height] *= _matrix((keep * gain) ** 0.5)
+        return small
 
     def _whole_matrix(self, parts: list[Part]) -> Tensor:
         """A itself, float64, (..., P, P)."""
@@ -159,24 +177,24 @@ class LeadingEigenvectors:
         return gram_float64(torch.cat(kept, -1).mT) + gram_float64(new.mT)
 
     def _gram(self, part: Part) -> Tensor:
-        """[[a UUᵀ, √(ab) UGᵀ], [√(ab) GUᵀ, b GGᵀ]] of one part, float64."""
-        keep, gain, rank = 1 - part.precision_lr, part.gain, self.rank
+        """[[GGᵀ, GUᵀ], [UGᵀ, UUᵀ]] of one part, float64."""
+        if part.rows.space is not None:
+            return gram_float64(part.rows.space)
         rows = part.rows.gram()
-        size = rank + rows.shape[-1]
+        height = rows.shape[-1]
+        size = height + self.rank
         small = rows.new_empty(*rows.shape[:-2], size, size, dtype=torch.float64)
-        torch.mul(rows, _matrix(gain), out=small[..., rank:, rank:])
-        if rank:
-            corner, cross = gram_float64(part.factor), part.rows.mm(part.factor)
-            torch.mul(corner, _matrix(keep), out=small[..., :rank, :rank])
-            torch.mul(cross, _matrix((keep * gain) ** 0.5), out=small[..., rank:, :rank])
-            small[..., :rank, rank:] = small[..., rank:, :rank].mT
+        small[..., :height, :height] = rows
+        if self.rank:
+            small[..., height:, height:] = gram_float64(part.factor)
+            small[..., :height, height:] = cross = part.rows.mm(part.factor)
+            small[..., height:, :height] = cross.mT
         return small
 
     def _diagonal(self, part: Part) -> Tensor:
-        """A ΣU² and b ΣG² of one part, float64, (..., 2)."""
-        old, new = column_squares(part.factor), part.rows.square_sum()
-        sums = (x.sum(-1, keepdim=True, dtype=torch.float64) for x in (old, new))
-        return torch.cat([x * y for x, y in zip(sums, (1 - part.precision_lr, part.gain), strict=True)], -1)
+        """ΣG² and ΣU² of one part, float64, (..., 2)."""
+        sums = part.rows.square_sum(), column_squares(part.factor)
+        return torch.cat([x.sum(-1, keepdim=True, dtype=torch.float64) for x in sums], -1)
 
     def decide(self, small: Tensor, parts: Callable[[], Iterable[Part]]) -> Decision:
         """Return the leading eigenvectors as weights of U and the rows."""
@@ -193,9 +211,9 @@ class LeadingEigenvectors:
         else:
             size = small.shape[-1]
             if self.route == "gram":
-                start = torch.eye(size, rank, dtype=torch.float64, device=small.device)
+                start = torch.eye(size, rank, dtype=torch.float64, device=small.device).flip(0)
             else:
-                start = self.factor.to(torch.float64).mT
+                start = self.factor.to(small.device, torch.float64).mT
             pairs = leading_eigenpairs(small, min(rank, size), tolerance, start if rank else None)
         weights, values = pairs.vectors, pairs.values
         if self.route == "parameters":
@@ -209,7 +227,7 @@ class LeadingEigenvectors:
         """Return the leading eigenpairs without ever forming the Gram; None if the iteration is too slow."""
         rank, height = self.rank, next(iter(parts())).rows.height
         like = self.factor.new_empty(rank + height, 0, dtype=torch.float64)
-        start = torch.eye(rank + height, rank, dtype=torch.float64, device=like.device)
+        start = torch.eye(height + rank, rank, dtype=torch.float64, device=like.device).flip(0)
 
         def apply(block: Tensor) -> Tensor:
             # Columns of length one: those of K X, K² X, … need not fit float32 where K does.
@@ -219,43 +237,64 @@ class LeadingEigenvectors:
                 keep, gain = (1 - part.precision_lr) ** 0.5, part.gain**0.5
                 rows = part.factor.new_empty(unit.shape[1], part.factor.shape[1])
                 self._combine(part, unit, rows)
-                image[:rank] += rows_dot(part.factor, rows, torch.float64) * keep
-                image[rank:] += part.rows.mm(rows) * gain
+                image[:height] += part.rows.mm(rows) * gain
+                image[height:] += rows_dot(part.factor, rows, torch.float64) * keep
             return image.mul_(lengths)
 
         # Products are rounded to the factor's own dtype every time.
         found, done = iterate(apply, starting_block(like, rank, start), rank, 10 * tolerance)
         return found if bool(done) else None
 
-    def _combine(self, part: Part, weights: Tensor, out: Tensor) -> None:
-        """Write WᵀC of one part for W (..., L + R, K) to `out`, (..., K, n), which may be the part's own U."""
-        # Roots are multiplied in before anything is rounded: that of √(1−β) would be the same at every step.
-        old = (weights[..., : self.rank, :] * _matrix((1 - part.precision_lr) ** 0.5)).to(self.dtype)
-        new = (weights[..., self.rank :, :] * _matrix(part.gain**0.5)).to(self.dtype)
-        mix_rows(old.mT, part.factor, out)
-        if self.rank:
-            part.rows.add_t_mm(new, out)
+    def _scaled(self, part: Part, weights: Tensor) -> Tensor:
+        """Return Wᵀ (..., K, R + L) with √(1−β) and √gain multiplied in, where and in the dtype that U is in.
 
-    def project(self, part: Part, decision: Decision) -> tuple[Tensor, Tensor]:
-        """Write the new precision of one part; return the trace of A there, and what rounding would take from d⁺."""
+        They are multiplied in before anything is rounded: the rounding of √(1−β) would be the same at every step.
+        """
+        key = part.precision_lr, weights
+        if self._last is None or any(a is not b for a, b in zip(self._last[0], key, strict=True)):
+            keep, gain = _matrix((1 - part.precision_lr) ** 0.5), _matrix(part.gain**0.5)
+            height = weights.shape[-2] - self.rank
+            both = torch.cat([weights[..., :height, :] * gain, weights[..., height:, :] * keep], -2).mT
+            self._last = key, both.contiguous().to(self.factor.device, self.dtype, non_blocking=True)
+        return self._last[1]
+
+    def _combine(self, part: Part, weights: Tensor, out: Tensor) -> None:
+        """Write WᵀC of one part for W (..., R + L, K) to `out`, (..., K, n), which may be the part's own U."""
+        scaled = self._scaled(part, weights)
+        if part.rows.space is not None:
+            mix_rows(scaled, part.rows.space, out)
+            return
+        height = scaled.shape[-1] - self.rank
+        mix_rows(scaled[..., height:], part.factor, out)
+        if self.rank:
+            part.rows.add_t_mm(scaled[..., :height].mT, out)
+
+    def project(self, part: Part, decision: Decision) -> Tensor:
+        """Write the new precision of one part; return what rounding would take from d⁺."""
         beta, precision = part.precision_lr, part.prior_precision
-        # In float64: what is left of the diagonal beside U⁺ may be far smaller, and a rounding that is alike at every
-        # step would add up.
-        left = column_squares(part.factor).double().mul_(1 - beta)
-        left += part.rows.square_sum().double().mul_(part.gain)
-        trace = left.sum(-1)
+        left, new = column_squares(part.factor), part.rows.square_sum()
         if self.route == "parameters":
             part.new_factor.copy_(decision.weights.mT[..., part.columns])
         else:
             self._combine(part, decision.weights, part.new_factor)
+        # What is left of the diagonal beside U⁺ may be far smaller than U⁺, and a rounding that is alike at every step
+        # would add up to 1/β of it. The difference of nearly equal sums comes first: it is exact, and what is added to
+        # it has the rounding of a share β. Whatever U⁺ does not hold is added with the sign that rounding may give it:
+        # the next step has the same rounding of U⁺ with the other sign.
+        share = _times(left, -beta)
+        left -= column_squares(part.new_factor)
+        left += share
+        left += _times(new, part.gain)
         base = torch.lerp(part.diag, precision, _fitted(beta, part.diag))
-        floor = torch.minimum(base, precision).double()
-        # What U⁺ does not hold of the diagonal is added as it is, with the sign that rounding may give it: the next
-        # step has the same rounding of U⁺ with the other sign. The positive half alone would add up to more than d.
-        left.sub_(column_squares(part.new_factor).double()).add_(base.double())
-        diag = torch.maximum(left, floor, out=floor)
+        left += base
+        diag = torch.maximum(left, torch.minimum(base, precision, out=base), out=base)
         part.new_diag.copy_(diag)
-        return trace, diag.sub_(left).sum(-1)
+        return diag.sub_(left).sum(-1)
+
+
+def _times(vector: Tensor, number: Number) -> Tensor:
+    """Return a vector times a number, in the vector's dtype."""
+    return vector * _fitted(number, vector)
 
 
 def _matrix(number: Number) -> Number:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from slangvi.errors import NumericalError
 from slangvi.linalg import LowRankPrecision, factorize
-from slangvi.linalg.products import cache_slices, combine_rows, rows_dot_vector
+from slangvi.linalg.products import cache_slices
+from slangvi.linalg.threads import one_thread
+from slangvi.linalg.topk import SMALL
 from slangvi.methods.projection import Decision, LeadingEigenvectors, Part, Projection, choose_route
 from slangvi.params import ParamSpec
 from slangvi.params.state import require_finite
@@ -126,7 +129,7 @@ class Step:
     def parts(self, most: int | None = None) -> Iterator[Part]:
         """Yield the segments of the precision with their rows, in pieces of at most so many columns if it is given."""
         cuts = [end for end, _ in self.ends]
-        for place, rows in self.gradients.segments(cuts):
+        for place, rows in self.gradients.segments(cuts, self.old.prec_factor):
             beta, start = self.ends[bisect_right(cuts, place.start)][1], place.start
             is_small = most is None or place.stop - start <= most
             pieces = [(slice(0, place.stop - start), rows)] if is_small else rows.pieces(most or 0)
@@ -142,69 +145,76 @@ class Step:
         """Return the small problem of the projection."""
         return self.projection.observe(self.parts)
 
-    def is_surely_finite(self, trace: float) -> bool:
+    def bounds(self) -> Tensor:
+        """Return lengths and extremes that tell whether the step will be finite, float64, (5,)."""
+        old = self.old
+        lengths = torch._foreach_norm([self.total, old.momentum, old.loc])
+        return torch.stack([*lengths, *torch.aminmax(old.prec_diag)]).double()
+
+    def is_surely_finite(self, trace: float, bounds: Sequence[float]) -> bool:
         """Tell whether the new state is finite by what is known before it is made.
 
         d⁺ is at most d, λ and the trace of (1−β)UUᵀ + βĜ together, and at least the smaller of d and λ. No entry of the
         step of the mean is longer than the whole gradient by the smallest of these.
+
+        Args:
+            trace: of the small problem.
+            bounds: see `bounds`.
         """
-        old, prior, rates = self.old, self.prior, self.rates
-        norms = [torch.linalg.vector_norm(x) for x in (self.total, old.momentum, old.loc, prior.mean)]
-        edges = [*torch.aminmax(old.prec_diag), *torch.aminmax(prior.precision)]
-        total, average, loc, mean, *bounds = torch.stack(norms + edges).tolist()
-        lowest, highest = min(bounds[0], bounds[2]), max(bounds[1], bounds[3])
-        weight, rate = (float(x.max() if isinstance(x, Tensor) else x) for x in (self.weight, rates.lr))
-        correction = float(rates.correction.min() if isinstance(rates.correction, Tensor) else rates.correction)
+        total, average, loc, low, high = bounds
+        smallest, largest, mean = self.prior.bounds
+        lowest, highest = min(low, smallest), max(high, largest)
+        weight, rate = (float(x.max() if isinstance(x, Tensor) else x) for x in (self.weight, self.rates.lr))
+        correction = self.rates.correction
+        correction = float(correction.min() if isinstance(correction, Tensor) else correction)
         slope = (weight * total + average) / correction + highest * (loc + mean)
         step = rate * slope / lowest if lowest > 0 else math.inf
-        limit = 0.1 * torch.finfo(old.loc.dtype).max
-        return bool(trace + 2 * highest < limit and step + loc < limit)
+        limit = 0.1 * torch.finfo(self.old.loc.dtype).max
+        return trace + 2 * highest < limit and step + loc < limit
 
-    def update_precision(self, decision: Decision) -> Diagnostics:
-        """Write U⁺ and d⁺; return what is known about them."""
-        rank, dtype = self.old.prec_factor.shape[-2], self.old.loc.dtype
-        most = min(_COLUMNS, max(1, _PIECE // max(1, rank))) if self.old.loc.device.type == "cpu" else None
-        found = [self.projection.project(part, decision) for part in self.parts(most)]
-        trace, clipped = (torch.stack(x).sum(0).to(dtype) for x in zip(*found, strict=True))
-        return Diagnostics(decision.spectrum, trace, decision.residual, clipped)
+    def look(self, small: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, list[float]]:
+        """Fetch the numbers that decide about the step, in one wait for the device.
 
-    def update_mean(self) -> LowRankPrecision:
-        """Write m⁺ and μ⁺; return the new precision, factorised.
+        Args:
+            small: what `observe` returned.
+            bounds: what `bounds` returned.
 
-        D⁻¹(x − U (I + VᵀV)⁻¹ Uᵀ D⁻¹x) loses as many digits along U as U dominates D by, and a mean that moves by what
-        is left there would run away. In float32 it is mended: Uᵀy of the result y is known beforehand, as
-        (I + VᵀV)⁻¹ Uᵀ D⁻¹x.
+        Returns:
+            The small problem, on the host where it is solved faster; its trace (...); and the bounds.
         """
-        factor, diag, loc = self.new.prec_factor, self.new.prec_diag, self.old.loc
-        precision, change = factorize(factor, diag), self.total
-        for cut in cache_slices(loc):
-            slope = self._slope(cut)
-            torch.div(slope, 1.0 if precision.is_narrow else diag[..., cut], out=change[..., cut])
-        if precision.is_narrow:
-            change = precision.solve(change)
-        elif factor.shape[-2]:
-            inner = precision.solve_capacitance(rows_dot_vector(factor, change))
-            self._add_combination(change, -inner)
-            if loc.dtype is not torch.float64:
-                missing = precision.solve_capacitance(inner - rows_dot_vector(factor, change))
-                self._add_combination(change, missing)
-        torch.sub(loc, change.mul_(_fit(self.rates.lr, loc)), out=self.new.loc)
-        return precision
+        is_matrix = small.ndim > self.old.loc.ndim
+        if small.is_cuda and self.old.loc.ndim == 1 and len(small) <= SMALL:
+            both = torch.cat([small.flatten(), bounds]).cpu()
+            small, bounds = both[: small.numel()].view(small.shape), both[small.numel() :]
+        trace = small.diagonal(dim1=-2, dim2=-1).sum(-1) if is_matrix else small.sum(-1)
+        return small, trace, bounds.tolist()
 
-    def _slope(self, cut: slice) -> Tensor:
-        """Write m⁺ of some columns; return the gradient of the mean there."""
-        loc, size = self.old.loc[..., cut], self.old.loc.shape[-1]
+    def decide(self, small: Tensor) -> Decision:
+        """Solve the small problem; with one thread on the host, where several would wait for each other."""
+        with nullcontext() if small.is_cuda or small.ndim > 2 or len(small) > SMALL else one_thread():
+            return self.projection.decide(small, self.parts)
+
+    def update_precision(self, decision: Decision) -> Tensor:
+        """Write U⁺ and d⁺; return the sum of what rounding would have taken from d⁺ below its bound, (...)."""
+        rank = self.old.prec_factor.shape[-2]
+        most = min(_COLUMNS, max(1, _PIECE // max(1, rank))) if self.old.loc.device.type == "cpu" else None
+        clipped = [self.projection.project(part, decision) for part in self.parts(most)]
+        return clipped[0] if len(clipped) == 1 else torch.stack(clipped).sum(0)
+
+    def update_mean(self, precision: LowRankPrecision) -> None:
+        """Write m⁺ and μ⁺, given the new precision."""
+        for cut in cache_slices(self.total):
+            self._slope(cut)
+        change = precision.solve(self.total, in_place=True)
+        torch.sub(self.old.loc, change.mul_(_fit(self.rates.lr, change)), out=self.new.loc)
+
+    def _slope(self, cut: slice) -> None:
+        """Write m⁺ of some columns, and put the gradient of the mean in the place of that of the likelihood."""
+        loc, slope, size = self.old.loc[..., cut], self.total[..., cut], self.old.loc.shape[-1]
         gamma, correction = (_fit(_cut(x, cut, size), loc) for x in (self.rates.momentum, self.rates.correction))
-        average = torch.lerp(self.total[..., cut] * _fit(self.weight, loc), self.old.momentum[..., cut], gamma)
-        self.new.momentum[..., cut] = average
-        offset = loc - self.prior.mean[..., cut]
-        return torch.addcmul(average.div_(correction), self.prior.precision[..., cut], offset)
-
-    def _add_combination(self, change: Tensor, weights: Tensor) -> None:
-        """Add D⁻¹Uy to a vector."""
-        factor, diag, y = self.new.prec_factor, self.new.prec_diag, weights.to(change.dtype)
-        for cut in cache_slices(change):
-            change[..., cut].addcdiv_(combine_rows(y, factor[..., cut]), diag[..., cut])
+        slope.mul_(_fit(self.weight, loc)).lerp_(self.old.momentum[..., cut], gamma)
+        self.new.momentum[..., cut] = slope
+        slope.div_(correction).addcmul_(self.prior.precision[..., cut], loc - self.prior.mean[..., cut])
 
 
 def take_step(
@@ -234,22 +244,24 @@ def take_step(
         NumericalError: if the step would not be finite. `old` is as it was then.
     """
     work = Step(old, new, gradients, num_data, prior, rates, spec)
-    small = work.observe()
-    trace = small.diagonal(dim1=-2, dim2=-1).sum(-1) if small.ndim > old.loc.ndim else small.sum(-1)
+    small, trace, bounds = work.look(work.observe(), work.bounds())
     largest = float(trace.sum())
     if not math.isfinite(largest):
         require_finite("the gradient", step, spec, GRADIENT_REMEDY, work.total, gradients.square_sum())
         raise _too_large(step)
-    if not math.isfinite(float(work.total.sum(dtype=torch.float64))):
+    if not math.isfinite(bounds[0]):
         require_finite("the gradient", step, spec, GRADIENT_REMEDY, work.total)
-    if work.in_place and not work.is_surely_finite(largest):
+    is_sure = work.is_surely_finite(largest, bounds)
+    if work.in_place and not is_sure:
         work.new, work.in_place = Tensors(*map(torch.empty_like, old)), False
     try:
-        diagnostics = work.update_precision(work.projection.decide(small, work.parts))
+        decision = work.decide(small)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise _too_large(step) from error
-    precision = work.update_mean()
-    if not work.in_place:
+    clipped = work.update_precision(decision)
+    precision = factorize(work.new.prec_factor, work.new.prec_diag)
+    work.update_mean(precision)
+    if not is_sure:
         made = work.new
         if not math.isfinite(float(made.loc.sum() + made.prec_diag.sum())):
             require_finite("the new precision", step, spec, STATE_REMEDY, made.prec_diag, made.prec_factor)
@@ -258,7 +270,7 @@ def take_step(
             for target, value in zip(new, made, strict=True):
                 target.copy_(value)
             precision = factorize(new.prec_factor, new.prec_diag)
-    return precision, diagnostics
+    return precision, Diagnostics(decision.spectrum, trace.to(old.loc.dtype), decision.residual, clipped)
 
 
 def _too_large(step: int) -> NumericalError:

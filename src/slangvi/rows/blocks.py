@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slangvi.linalg.products import column_squares
+
 __all__ = ["Block", "Formed", "Outer", "Patches", "Stacked", "Sum", "TableRows", "add", "stack"]
 
 # Largest temporary of products that work in pieces.
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES, GPU_CHUNK_BYTES = 1 << 24, 1 << 27
 
 
 class Block(ABC):
@@ -55,8 +57,12 @@ class Block(ABC):
         return 0
 
     @abstractmethod
-    def form(self) -> Tensor:
-        """Return the gradients themselves, (R, p)."""
+    def form(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients themselves, (R, p), in memory that may be given."""
+
+    def add_to(self, onto: Tensor) -> None:
+        """Add the gradients to an (R, p) tensor."""
+        onto += self.form()
 
     def sum(self) -> Tensor:
         """Return Σ_r g_r, (p,)."""
@@ -64,7 +70,7 @@ class Block(ABC):
 
     def square_sum(self) -> Tensor:
         """Return Σ_r g_r ∘ g_r, (p,)."""
-        return torch.cat([_column_sums(piece.form().square()) for piece in self.pieces()])
+        return torch.cat([column_squares(piece.form()) for piece in self.pieces()])
 
     def gram(self) -> Tensor:
         """Return G Gᵀ, (R, R)."""
@@ -122,13 +128,13 @@ class Formed(Block):
         """Columns of the rows, p."""
         return self.rows.shape[1]
 
-    def form(self) -> Tensor:
+    def form(self, out: Tensor | None = None) -> Tensor:
         """Return the rows."""
-        return self.rows
+        return self.rows if out is None else out.copy_(self.rows)
 
     def square_sum(self) -> Tensor:
         """Return Σ_r g_r ∘ g_r, (p,)."""
-        return _column_sums(self.rows.square())
+        return column_squares(self.rows)
 
     def narrow(self, start: int, stop: int) -> Formed:
         """Return some columns, as a view."""
@@ -136,7 +142,7 @@ class Formed(Block):
 
     def to_dtype(self, dtype: torch.dtype) -> Formed:
         """Return the rows in another dtype."""
-        return Formed(self.rows.to(dtype))
+        return self if self.rows.dtype is dtype else Formed(self.rows.to(dtype))
 
     def scaled(self, factor: float) -> Formed:
         """Return the rows times a number."""
@@ -197,13 +203,34 @@ class Outer(Block):
         """R·O."""
         return self.left.shape[0] * self.left.shape[3] if self.is_factored else 0
 
-    def form(self) -> Tensor:
+    def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, (R, p)."""
-        left, right = self.left, self.right
+        left, right = self._matrices()
+        if out is None:
+            out = left.new_empty(self.num_rows, self.num_params)
+        place = out.view(self.num_rows, *left.shape[1:-1], right.shape[-1])
+        if left.shape[-1] == 1:  # nothing to add up, and a product of many 1-by-n matrices would be slow
+            torch.mul(left, right, out=place)
+        elif left.ndim == 3:
+            torch.bmm(left, right, out=place)
+        else:
+            place.copy_(left @ right)
+        return out
+
+    def add_to(self, onto: Tensor) -> None:
+        """Add the gradients to an (R, p) tensor."""
+        left, right = self._matrices()
+        if left.ndim == 3:
+            onto.view(self.num_rows, left.shape[1], -1).baddbmm_(left, right)
+        else:
+            super().add_to(onto)
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """Return δᵀ (R, G, O, T) and a (R, G, T, I), both without G if it is one."""
+        left, right = self.left.mT, self.right
         if self.copies > 1:
             right = right.repeat(self.copies, 1, 1, 1)
-        # One position: nothing to add up, and a product of many 1-by-n matrices would be slow.
-        return (left.mT * right if left.shape[2] == 1 else left.mT @ right).flatten(1)
+        return (left[:, 0], right[:, 0]) if left.shape[1] == 1 else (left, right)
 
     def sum(self) -> Tensor:
         """Return one product over rows and positions together, (p,)."""
@@ -255,6 +282,8 @@ class Outer(Block):
 
     def to_dtype(self, dtype: torch.dtype) -> Outer:
         """Return the factors in another dtype."""
+        if self.left.dtype is self.right.dtype is dtype:
+            return self
         return Outer(self.left.to(dtype), self.right.to(dtype))
 
     def scaled(self, factor: float) -> Outer:
@@ -302,17 +331,23 @@ class Patches(Block):
         """I, or all columns where there are several groups."""
         return self.width if self.left.shape[1] == 1 else self.num_params
 
-    def form(self) -> Tensor:
+    def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, some rows of x at a time, (R, p)."""
         left = self.left.unflatten(0, (-1, max(1, len(self.source))))
         copies, count, groups, positions, outputs = left.shape
         bytes_each = groups * positions * max(self.width, copies * outputs) * left.element_size()
-        step = max(1, CHUNK_BYTES // max(1, bytes_each))
-        rows: Tensor = left.new_empty(copies, count, self.num_params)
+        step = max(1, (GPU_CHUNK_BYTES if left.is_cuda else CHUNK_BYTES) // max(1, bytes_each))
+        if out is None:
+            out = left.new_empty(copies * count, self.num_params)
+        rows = out.unflatten(0, (copies, count))
         for start in range(0, count, step):
-            part = slice(start, start + step)
-            rows[:, part] = (left[:, part].mT @ self.open(self.source[part])).flatten(2)
-        return rows.flatten(0, 1)
+            part, some = slice(start, start + step), self.source[start : start + step]
+            if copies == groups == 1:
+                place = rows[0, part].unflatten(1, (outputs, self.width))
+                torch.bmm(left[0, part, 0].mT, self.open(some)[:, 0], out=place)
+            else:
+                rows[:, part] = (left[:, part].mT @ self.open(some)).flatten(2)
+        return out
 
     def narrow(self, start: int, stop: int) -> Patches:
         """Return some outputs."""
@@ -365,10 +400,21 @@ class TableRows(Block):
         """Multiplications of all pairs of entries, and of every entry once."""
         return self.index.numel() ** 2 * self.values.shape[-1], self.values.numel()
 
-    def form(self) -> Tensor:
+    @property
+    def temporary(self) -> int:
+        """R·T·D."""
+        return self.values.numel()
+
+    def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, (R, p)."""
-        dense = self.values.new_zeros(self.num_rows, self.table_rows, self.values.shape[-1])
-        return dense.scatter_add_(1, self.index.unsqueeze(-1).expand_as(self.values), self.values).flatten(1)
+        rows = self.values.new_zeros(self.num_rows, self.num_params) if out is None else out.zero_()
+        self.add_to(rows)
+        return rows
+
+    def add_to(self, onto: Tensor) -> None:
+        """Add the gradients to an (R, p) tensor."""
+        table = onto.unflatten(1, (self.table_rows, self.grain))
+        table.scatter_add_(1, self.index.unsqueeze(-1).expand_as(self.values), self.values)
 
     def sum(self) -> Tensor:
         """Return Σ_r g_r, (p,)."""
@@ -395,16 +441,14 @@ class TableRows(Block):
 
     def mm(self, rows: Tensor) -> Tensor:
         """Return G Cᵀ for C (K, p), (R, K)."""
-        table = rows.view(-1, self.table_rows, self.values.shape[-1])
-        columns = [(c[self.index] * self.values).sum((1, 2)) for c in table]
-        return torch.stack(columns, dim=-1) if columns else self.values.new_zeros(self.num_rows, 0)
+        seen = rows.unflatten(1, (self.table_rows, self.grain))[:, self.index]
+        found: Tensor = (seen * self.values).sum((2, 3)).mT
+        return found
 
     def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
         """Add Wᵀ G for W (R, K) to a (K, p) tensor."""
-        index, values = self.index.flatten(), self.values.flatten(0, 1)
-        for k, place in enumerate(onto):
-            share = weights[:, k].repeat_interleave(self.index.shape[1]).unsqueeze(1)
-            place.view(self.table_rows, -1).index_add_(0, index, values * share)
+        shares = weights.mT[..., None, None] * self.values
+        onto.unflatten(1, (self.table_rows, self.grain)).index_add_(1, self.index.flatten(), shares.flatten(1, 2))
 
     def narrow(self, start: int, stop: int) -> TableRows:
         """Return some rows of the table; entries of others count zero."""
@@ -487,9 +531,15 @@ class Sum(_Several):
         """R."""
         return self.parts[0].num_rows
 
-    def form(self) -> Tensor:
+    def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, (R, p)."""
-        return reduce(torch.add, [part.form() for part in self.parts])
+        first, *others = self.parts
+        rows = first.form(out)
+        if rows is not out and isinstance(first, Formed):  # others may hold them
+            rows = rows.clone()
+        for part in others:
+            part.add_to(rows)
+        return rows
 
 
 class Stacked(_Several):
@@ -500,9 +550,13 @@ class Stacked(_Several):
         """R."""
         return sum(part.num_rows for part in self.parts)
 
-    def form(self) -> Tensor:
+    def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, (R, p)."""
-        return torch.cat([part.form() for part in self.parts])
+        if out is None:
+            return torch.cat([part.form() for part in self.parts])
+        for place, part in zip(out.split([part.num_rows for part in self.parts]), self.parts, strict=True):
+            part.form(place)
+        return out
 
 
 def add(blocks: Sequence[Block]) -> Block:
@@ -561,11 +615,6 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 def _have_same_shape(a: Outer, b: Outer) -> bool:
     """Tell whether groups and sizes agree: not so for, say, a linear weight read transposed elsewhere."""
     return a.left.shape[1::2] == b.left.shape[1::2] and a.right.shape[-1] == b.right.shape[-1]
-
-
-def _column_sums(rows: Tensor) -> Tensor:
-    """Return Σ_r over (R, p); as a product with ones, which a GPU does several times faster than a sum over rows."""
-    return rows.mT @ rows.new_ones(len(rows)) if rows.is_cuda else rows.sum(0)
 
 
 def _add_product(onto: Tensor, a: Tensor, b: Tensor) -> None:

@@ -43,6 +43,7 @@ class DenseGradients:
 
     scale = 1.0
     spectrum_route = "auto"
+    space = None
 
     def __init__(self, pieces: Sequence[Callable[[], Tensor]], num_rows: int) -> None:
         self._pieces = list(pieces)
@@ -58,7 +59,7 @@ class DenseGradients:
         """In units of P multiplications, which all products share."""
         return self.num_rows**2, self.num_rows
 
-    def segments(self, cuts: Sequence[int] = ()) -> Iterator[tuple[slice, DenseGradients]]:
+    def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterator[tuple[slice, DenseGradients]]:
         """Yield all columns, or those between the cuts."""
         inner = [cut for cut in cuts if cut < self._width]
         if not inner:

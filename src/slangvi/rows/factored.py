@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slangvi.params import ParamSpec
-from slangvi.rows.blocks import Block, Formed, stack
+from slangvi.rows.blocks import Block, Formed, TableRows, stack
 from slangvi.types import Routes
 
 __all__ = ["FactoredGradients", "Joined", "RowGroup", "Segment"]
@@ -20,6 +21,10 @@ __all__ = ["FactoredGradients", "Joined", "RowGroup", "Segment"]
 MOST_COLUMNS = 1 << 24
 # On a CPU, temporaries that are used twice in a row should still be in its cache the second time.
 CACHE_BYTES = 1 << 21
+# Bytes of formed rows that are always allowed.
+LEAST_FORMED = 1 << 28
+# It takes less time to form rows than to work with factors where there are so few entries, or on a GPU so few rows.
+FEW_ENTRIES, FEW_ENTRIES_GPU, FEW_ROWS = 1 << 13, 1 << 20, 64
 
 
 @dataclass(frozen=True)
@@ -29,16 +34,15 @@ class RowGroup:
     Args:
         num_rows: M.
         blocks: canonical parameter name → its gradients; a parameter that is not listed has zero gradient.
-        totals: canonical parameter name → Σ_r g_r as autograd computed it, same shape as the parameter; may be empty,
-            the blocks are then summed.
+        total: Σ_r g_r as autograd computed it, (P,); None if the blocks are to be summed.
         scale: what all of them are to be multiplied by.
-        num_chosen: K, rows of the blocks where they are of some examples only; `totals` are of all M examples then, and
+        num_chosen: K, rows of the blocks where they are of some examples only; `total` is of all M examples then, and
             must be there.
     """
 
     num_rows: int
     blocks: Mapping[str, Block]
-    totals: Mapping[str, Tensor]
+    total: Tensor | None = None
     scale: float = 1.0
     num_chosen: int | None = None
 
@@ -66,12 +70,20 @@ class Joined:
         width: number of columns.
         like: tensor whose dtype and device the results have.
         chunk_bytes: largest temporary of a product.
+        space: rows of the only part and below them those of the factor, in one tensor (R + L, n), if they are.
     """
 
     def __init__(
-        self, parts: Sequence[tuple[slice, Block]], height: int, width: int, like: Tensor, chunk_bytes: int = 1 << 26
+        self,
+        parts: Sequence[tuple[slice, Block]],
+        height: int,
+        width: int,
+        like: Tensor,
+        chunk_bytes: int = 1 << 26,
+        space: Tensor | None = None,
     ) -> None:
         self.parts, self.height, self.width, self.like, self.chunk_bytes = parts, height, width, like, chunk_bytes
+        self.space = space
 
     def square_sum(self) -> Tensor:
         """Return Σ_r g_r ∘ g_r, (n,)."""
@@ -140,7 +152,8 @@ class Joined:
             if first < last:
                 piece = block.narrow(first - columns.start, last - columns.start)
                 parts.append((slice(first - start, last - start), piece))
-        return Joined(parts, self.height, stop - start, self.like, self.chunk_bytes)
+        space = None if self.space is None else self.space[:, start:stop]
+        return Joined(parts, self.height, stop - start, self.like, self.chunk_bytes, space)
 
 
 class Segment(NamedTuple):
@@ -175,93 +188,139 @@ class FactoredGradients:
         self.scale = scales.pop() if len(scales) == 1 else 1.0
         stacked = ((name, _stack_named(name, groups, bool(scales), like)) for name in spec.names)
         self.blocks = {name: block for name, block in stacked if block is not None}
+        self.is_formed = {name: self._forms(name) for name in self.blocks}
         self._kept: dict[tuple[int, ...], list[Segment]] = {}
+        self._plans: dict[tuple[int, ...], list[tuple[slice, list[tuple[slice, Block]], list[bool]]]] = {}
 
     @property
     def spectrum_route(self) -> str:
         """The route wished for, see `Routes.spectrum`."""
         return self.routes.spectrum
 
-    def is_formed(self, name: str) -> bool:
-        """Tell whether the rows of a parameter are formed, because they have to be or `routes` says so."""
-        return not self.blocks[name].is_factored or self.routes.layer(name) == "form"
+    def _forms(self, name: str) -> bool:
+        """Tell whether the rows of a parameter are formed: they have to be, `routes` says so, or it is less work."""
+        block, word = self.blocks[name], self.routes.layer(name)
+        if word != "auto" or not block.is_factored:
+            return word == "form" or not block.is_factored
+        on_gpu, entries = self.like.is_cuda, block.num_rows * block.num_params
+        is_low = on_gpu and block.num_rows <= FEW_ROWS and not isinstance(block, TableRows)
+        return is_low or entries <= (FEW_ENTRIES_GPU if on_gpu else FEW_ENTRIES)
 
     @property
     def costs(self) -> tuple[int, int]:
         """Counted multiplications of the Gram, and of a product with one column."""
         counts = [
-            (self.height**2 * block.num_params, self.height * block.num_params) if self.is_formed(name) else block.costs
+            (self.height**2 * block.num_params, self.height * block.num_params) if self.is_formed[name] else block.costs
             for name, block in self.blocks.items()
         ]
         return sum(gram for gram, _ in counts), sum(column for _, column in counts)
 
     def sum(self) -> Tensor:
         """Return Σ_r g_r of all examples, (P,)."""
+        totals = [(group.total, group.scale) for group in self.groups if group.total is not None]
+        if len(totals) == len(self.groups):
+            (first, scale), *others = totals
+            found = first * scale
+            for total, scale in others:
+                found.add_(total, alpha=scale)
+            return found
         found = self.like.new_zeros(self.spec.num_params)
-        known = all(group.totals for group in self.groups)
-        for group in self.groups if known else ():
-            for name, total in group.totals.items():
-                found[self.spec.slices[name]].add_(total.reshape(-1), alpha=group.scale)
         for name, block in self.blocks.items():
-            if not known or all(name not in group.totals for group in self.groups):
-                found[self.spec.slices[name]] = block.sum() * self.scale
+            found[self.spec.slices[name]] = block.sum() * self.scale
         return found
 
-    def segments(self, cuts: Sequence[int] = ()) -> Iterator[Segment]:
+    def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterator[Segment]:
         """Yield all columns in turn, some at a time; rows that are formed for it are kept only if all of them are few.
 
         Args:
             cuts: columns, ends of parameter tensors, at which a segment has to end.
+            below: rows (L, P) that are copied below formed ones, see `Joined.space`.
         """
-        if (kept := self._kept.get(tuple(cuts))) is not None:
+        key = (*cuts, -1 if below is None else len(below))
+        if (kept := self._kept.get(key)) is not None:
             yield from kept
             return
-        formed = sum(block.num_params for name, block in self.blocks.items() if self.is_formed(name))
-        keeps, found = formed * self._column_bytes <= self.routes.form_bytes, []
-        for columns, parts, forms in self._plan(set(cuts)):
-            segment = Segment(columns, self._join(parts, forms, columns.stop - columns.start))
+        most, column_bytes, found = self._form_bytes(below), self._column_bytes(below), []
+        if key not in self._plans:
+            self._plans[key] = list(self._plan(set(cuts), most // column_bytes))
+        formed = sum(block.num_params for name, block in self.blocks.items() if self.is_formed[name])
+        keeps = formed * column_bytes <= most
+        for columns, parts, forms in self._plans[key]:
+            segment = Segment(columns, self._join(columns, parts, forms, below))
             if keeps:
                 found.append(segment)
             yield segment
         if keeps:
-            self._kept[tuple(cuts)] = found
+            self._kept[key] = found
 
-    def _join(self, parts: Sequence[tuple[slice, Block]], forms: Sequence[bool], width: int) -> Joined:
-        """Return the rows of a segment; those that are to be formed in one tensor, where all are."""
-        covered = sum(columns.stop - columns.start for columns, _ in parts)
-        if len(parts) > 1 and all(forms) and covered == width:
-            whole = Joined(parts, self.height, width, self.like).form()
-            parts = [(slice(0, width), Formed(whole))]
-        else:
-            pairs = zip(parts, forms, strict=True)
-            parts = [(columns, Formed(block.form()) if form else block) for (columns, block), form in pairs]
-        return Joined(parts, self.height, width, self.like, self.routes.chunk_bytes)
+    def _join(
+        self, columns: slice, parts: Sequence[tuple[slice, Block]], forms: Sequence[bool], below: Tensor | None
+    ) -> Joined:
+        """Return the rows of a segment; neighbours that are to be formed are in one tensor."""
+        width, space = columns.stop - columns.start, None
+        found: list[tuple[slice, Block]] = []
+        for is_formed, run in groupby(_runs(parts, forms), key=lambda entry: entry[0]):
+            entries = [entry[1:] for entry in run]
+            if is_formed < 0:
+                found += entries
+                continue
+            start, stop = entries[0][0].start, entries[-1][0].stop
+            count = 0 if below is None or stop - start < width else len(below)
+            whole = self.like.new_empty(self.height + count, stop - start)
+            rows = whole[: self.height]
+            if count and below is not None:
+                space, whole[self.height :] = whole, below[:, columns]
+            places = [(rows[:, place.start - start : place.stop - start], block) for place, block in entries]
+            given = [(place, block.rows) for place, block in places if isinstance(block, Formed)]
+            if given:  # small ones, in one call
+                torch._foreach_copy_([place for place, _ in given], [own for _, own in given])
+            for place, block in places:
+                if not isinstance(block, Formed):
+                    block.form(place)
+            found.append((slice(start, stop), Formed(rows)))
+        return Joined(found, self.height, width, self.like, self.routes.chunk_bytes, space)
 
-    @property
-    def _column_bytes(self) -> int:
-        return max(1, self.height) * self.like.element_size()
+    def _column_bytes(self, below: Tensor | None) -> int:
+        """Return the bytes of a column of formed rows."""
+        return max(1, self.height + (0 if below is None else len(below))) * self.like.element_size()
 
-    def _plan(self, cuts: set[int]) -> Iterator[tuple[slice, list[tuple[slice, Block]], list[bool]]]:
-        """Yield the columns of each segment, its parts, and whether each is to be formed."""
-        most = max(1, min(MOST_COLUMNS, self.routes.form_bytes // self._column_bytes))
+    def _form_bytes(self, below: Tensor | None) -> int:
+        """Return the bytes that formed rows may take: as `routes` says, or a share of what the state takes."""
+        if self.routes.form_bytes is not None:
+            return self.routes.form_bytes
+        state = (0 if below is None else below.numel()) + 3 * self.spec.num_params
+        return max(LEAST_FORMED, state * self.like.element_size() // 4)
+
+    def _plan(self, cuts: set[int], most: int) -> Iterator[tuple[slice, list[tuple[slice, Block]], list[bool]]]:
+        """Yield the columns of each segment, its parts, and whether each is to be formed.
+
+        Args:
+            cuts: see `segments`.
+            most: columns that may be formed at once.
+        """
+        most = max(1, min(MOST_COLUMNS, most))
         start, parts, forms, formed = 0, list[tuple[slice, Block]](), list[bool](), 0
         for name in self.spec.names:
             columns, block = self.spec.slices[name], self.blocks.get(name)
-            forms_it = block is not None and self.is_formed(name)
+            forms_it = block is not None and self.is_formed[name]
             grain = 1 if block is None else block.grain
-            step = max(1, (most if forms_it else MOST_COLUMNS) // grain) * grain
-            for at in range(columns.start, columns.stop, step):
-                end = min(at + step, columns.stop)
+            at = columns.start
+            while at < columns.stop:
+                # What is left of a segment is filled, unless that would part a tensor that fits into the next one.
+                left = (most - formed if forms_it else MOST_COLUMNS - (at - start)) // grain * grain
+                limit = (most if forms_it else MOST_COLUMNS) // grain * grain
+                end = min(columns.stop, at + max(grain, left if columns.stop - at > limit else limit))
                 full = end - start > MOST_COLUMNS or (forms_it and formed + end - at > most)
                 if at > start and (full or at in cuts):
                     yield slice(start, at), parts, forms
                     start, parts, forms, formed = at, [], [], 0
+                    continue
                 if block is not None:
-                    parts.append(
-                        (slice(at - start, end - start), block.narrow(at - columns.start, end - columns.start))
-                    )
+                    piece = block.narrow(at - columns.start, end - columns.start)
+                    parts.append((slice(at - start, end - start), piece))
                     forms.append(forms_it)
                     formed += end - at if forms_it else 0
+                at = end
         if self.spec.num_params > start:
             yield slice(start, self.spec.num_params), parts, forms
 
@@ -274,6 +333,15 @@ class FactoredGradients:
     def form(self) -> Tensor:
         """Return G itself, (R, P); only for few parameters."""
         return torch.cat([segment.rows.form() for segment in self.segments()], 1) * self.scale
+
+
+def _runs(parts: Sequence[tuple[slice, Block]], forms: Sequence[bool]) -> Iterator[tuple[int, slice, Block]]:
+    """Yield parts with a number for each run of neighbours that are to be formed, and −1 for others."""
+    number, end = 0, -1
+    for (place, block), form in zip(parts, forms, strict=True):
+        number += not form or place.start != end
+        yield (number if form else -1), place, block
+        end = place.stop
 
 
 def _stack_named(name: str, groups: Sequence[RowGroup], scales: bool, like: Tensor) -> Block | None:

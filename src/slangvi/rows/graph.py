@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ from slangvi.rows.nodes import (
     leaf_of,
     run_node,
     shapes_of,
-    type_name,
     walk,
 )
 from slangvi.rows.pullback import View, find_views, pull_back_block, undo_views
@@ -174,15 +174,16 @@ class Recording:
 
 def signature_of(nodes: Sequence[Node], outputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> tuple[Any, ...]:
     """Return the structure of a graph: types, shapes and edges of all nodes, and which leaves are which parameters."""
-    places = {node: k for k, node in enumerate(nodes)}
+    places: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
     names = {id(param): name for name, param in params.items()}
-    edges = (
-        names.get(id(leaf_of(node)))
-        if is_leaf(node)
-        else (type_name(node), shapes_of(node), tuple((places.get(f, -1), n) for f, n in node.next_functions))  # type: ignore[arg-type]
-        for node in nodes
-    )
-    return (*(output.shape for output in outputs), *edges)
+    parts: list[Any] = [output.shape for output in outputs]
+    for node in nodes:
+        if is_leaf(node):
+            parts.append(names.get(id(leaf_of(node))))
+        else:
+            parts += type(node), *[tuple(item.shape) for item in node._input_metadata]
+            parts += [(places.get(function, -1), output) for function, output in node.next_functions]
+    return tuple(parts)
 
 
 # ---- finding out
@@ -488,10 +489,11 @@ def _listen(recording: Recording, nodes: Sequence[Node]) -> None:
     """Put hooks on the nodes at which the plan of a recording reads rows."""
     plan = recording.plan
     assert plan is not None
-    for frontier in plan.frontiers:
-        if not plan.by_definition.issuperset(frontier.names):
-            node = nodes[frontier.position]
-            recording._handles.append(node.register_prehook(partial(_note, recording, frontier, node)))
+    used = (f for f in plan.frontiers if not plan.by_definition.issuperset(f.names))
+    for position, frontiers in groupby(used, key=lambda frontier: frontier.position):
+        node = nodes[position]
+        hook = partial(_note, recording, tuple(frontiers), node)
+        recording._handles.append(node.register_prehook(hook))
 
 
 def _leaves_behind(function: Node) -> list[Node]:
@@ -508,28 +510,40 @@ def _leaves_behind(function: Node) -> list[Node]:
     return found
 
 
-def _note(recording: Recording, frontier: Frontier, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
-    """Keep what the rows of one frontier are made from, when its node is about to run."""
-    delta = gradients[frontier.output]
-    if delta is None or recording.is_paused:
+def _note(
+    recording: Recording, frontiers: Sequence[Frontier], node: Node, gradients: tuple[Tensor | None, ...]
+) -> None:
+    """Keep what the rows of a node's frontiers are made from, when it is about to run."""
+    if recording.is_paused:
         return
+    own: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+    examples = (recording.chosen, recording.num_examples, recording.keep)
     with torch.no_grad():
-        # A gradient that was written to in place may be a buffer of the caller's, who will write to it again.
-        own = delta.detach().clone() if delta._version and recording.chosen is None else delta.detach()
-        examples = (recording.chosen, recording.num_examples, recording.keep)
-        meeting = Meeting(node, frontier.index, own, frontier.layout, *examples)
-        block = _apply_rule(meeting) if frontier.by_rule else None
-        if block is None:
-            block = _run_by_example(meeting, gradients)
-        if frontier.views is not None:
-            recording.add_block(frontier.names[0], undo_views(frontier.views, block))
-            return
-        assert recording.plan is not None
-        names = [name for name in frontier.names if name not in recording.plan.by_definition]
-        edge, leaves = node.next_functions[frontier.index], [recording.params[name] for name in names]
-        for name, part in zip(names, pull_back_block(edge, leaves, block), strict=True):
-            if part is not None:
-                recording.add_block(name, part)
+        for frontier in frontiers:
+            delta = gradients[frontier.output]
+            if delta is None:
+                continue
+            if frontier.output not in own:
+                # A gradient that was written to in place may be a buffer of the caller's, who will write to it again.
+                is_buffer = delta._version and recording.chosen is None
+                own[frontier.output] = delta.detach().clone() if is_buffer else delta.detach(), {}
+            mine, taken = own[frontier.output]
+            meeting = Meeting(node, frontier.index, mine, frontier.layout, *examples, taken)
+            block = _apply_rule(meeting) if frontier.by_rule else None
+            _add_rows(recording, frontier, meeting, _run_by_example(meeting, gradients) if block is None else block)
+
+
+def _add_rows(recording: Recording, frontier: Frontier, meeting: Meeting, block: Block) -> None:
+    """Note the rows of the parameters behind an operand, given those of the operand."""
+    if frontier.views is not None:
+        recording.add_block(frontier.names[0], undo_views(frontier.views, block))
+        return
+    assert recording.plan is not None
+    names = [name for name in frontier.names if name not in recording.plan.by_definition]
+    edge, leaves = meeting.node.next_functions[frontier.index], [recording.params[name] for name in names]
+    for name, part in zip(names, pull_back_block(edge, leaves, block), strict=True):
+        if part is not None:
+            recording.add_block(name, part)
 
 
 def _apply_rule(meeting: Meeting) -> Block | None:

@@ -42,6 +42,7 @@ class LinearPredictorGradients:
 
     scale = 1.0
     spectrum_route = "auto"
+    space = None
 
     def __init__(self, inputs: Tensor, slopes: Tensor, curvatures: Tensor | None = None) -> None:
         _check("slopes", slopes, inputs)
@@ -61,7 +62,9 @@ class LinearPredictorGradients:
         """M, the rows that second moments are made of."""
         return self.inputs.shape[-2]
 
-    def segments(self, cuts: Sequence[int] = ()) -> Iterator[tuple[slice, LinearPredictorGradients]]:
+    def segments(
+        self, cuts: Sequence[int] = (), below: Tensor | None = None
+    ) -> Iterator[tuple[slice, LinearPredictorGradients]]:
         """Yield all columns, or those between the cuts."""
         size = self.inputs.shape[-1]
         inner = [cut for cut in cuts if cut < size]

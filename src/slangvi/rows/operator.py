@@ -17,6 +17,10 @@ class SegmentRows(Protocol):
     def height(self) -> int:
         """R."""
 
+    @property
+    def space(self) -> Tensor | None:
+        """G and below it the factor's rows in one tensor, (R + L, n), if they are."""
+
     def square_sum(self) -> Tensor:
         """Σ_r g_r ∘ g_r, (n,)."""
 
@@ -71,5 +75,10 @@ class GradientOperator(Protocol):
     def form(self) -> Tensor:
         """G itself, (R, P); only for few parameters."""
 
-    def segments(self, cuts: Sequence[int] = ()) -> Iterable[tuple[slice, SegmentRows]]:
-        """Return all columns in turn, some at a time; a segment ends at each of the cuts."""
+    def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterable[tuple[slice, SegmentRows]]:
+        """Return all columns in turn, some at a time.
+
+        Args:
+            cuts: columns at which a segment has to end.
+            below: the factor by rows, (L, P), for `SegmentRows.space`.
+        """

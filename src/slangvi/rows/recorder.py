@@ -23,7 +23,7 @@ from slangvi.rows.eager import run_eagerly
 from slangvi.rows.factored import RowGroup
 from slangvi.rows.graph import TOLERANCE, Plans, Recording, record, watch_outputs
 
-__all__ = ["GradientRecorder", "check_batch_norm", "check_tables"]
+__all__ = ["GradientRecorder", "check_modules", "check_sums"]
 
 # Backward passes outside of blocks that are counted; a run that never takes a step must not fill the memory.
 MOST_UNRECORDED = 64
@@ -53,26 +53,29 @@ class Backward:
 
     Args:
         calls: those that it reached.
-        totals: parameter name → gradient, as autograd added it up.
+        total: gradient as autograd added it up, (P,); None before a parameter was reached.
         accumulated: whether it was a `backward()`, which adds to p.grad, and not a `torch.autograd.grad`.
         completed: whether it came to its end; one that failed half way has gradients of some layers only.
+        is_partial: whether a parameter was reached before its gradient could be told from that of an earlier pass.
     """
 
     calls: dict[Call, None] = field(default_factory=dict)
-    totals: dict[str, Tensor] = field(default_factory=dict)
+    total: Tensor | None = None
     accumulated: bool = False
     completed: bool = False
+    is_partial: bool = False
 
     @property
     def is_signal(self) -> bool:
         """Whether it is to be learnt from."""
-        return self.completed and self.accumulated and bool(self.totals)
+        return self.completed and self.accumulated and self.total is not None
 
     def absorb(self, other: Backward) -> None:
         """Add a second pass through the same graph: the same examples, one more loss term."""
         self.calls |= other.calls
-        for name, total in other.totals.items():
-            self.totals[name] = self.totals[name] + total if name in self.totals else total
+        assert self.total is not None
+        assert other.total is not None
+        self.total += other.total
 
 
 class GradientRecorder:
@@ -115,7 +118,7 @@ class GradientRecorder:
         curvature_rows: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self.model, self.dtype = model, dtype
+        self.model, self._spec, self.dtype = model, spec, dtype
         self.wants_rows, self.verify = wants_rows, verify
         self.curvature_rows, self.generator = curvature_rows, generator
         self.plans = Plans(verify, by_definition)
@@ -130,16 +133,11 @@ class GradientRecorder:
             model.register_forward_pre_hook(_PreHook(me)),
             model.register_forward_hook(_ForwardHook(me), with_kwargs=True),
         ]
-        for name, param in self._leaves.items():
-            others = list((param._backward_hooks or {}).items())
-            handles.append(param.register_hook(partial(_store_total, me, name)))
-            hooks: Any = param._backward_hooks
-            for key, hook in others:  # ours comes first, since others may change the gradient
-                del hooks[key]
-                hooks[key] = hook
-            handles.append(param.register_post_accumulate_grad_hook(partial(_confirm, me)))
+        handles += [p.register_post_accumulate_grad_hook(partial(_confirm, me)) for p in self._leaves.values()]
         self._open: list[Recording] = []
-        self._finalizer = weakref.finalize(self, _remove, handles, self._open)
+        self._tensor_hooks: list[Any] = []  # on parameters, where p.grad would not tell a pass's own gradient
+        self._has_passed = False  # whether p.grad was added to since it was seen to be empty
+        self._finalizer = weakref.finalize(self, _remove, [handles, self._tensor_hooks], self._open)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -148,14 +146,13 @@ class GradientRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record calls and backward passes inside the block; what an earlier block left is dropped."""
-        check_tables(self.model)
-        if self.wants_rows:
-            check_batch_norm(self.model)
+        check_modules(self.model, self.wants_rows)
         self._backwards.clear()
         self._detach()
         before, self.active = self.active, True
         try:
-            with run_eagerly():
+            # A thread of a GPU's own would wait for Python at every hook, twice as long as it works.
+            with run_eagerly(), torch.autograd.set_multithreading_enabled(False):
                 yield
         except BaseException:
             self.drop()
@@ -217,6 +214,8 @@ class GradientRecorder:
         first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim), None)
         call = Call(None if first is None else first.shape[0])
         call.in_backward = torch._C._current_graph_task_id() != -1
+        if not call.in_backward:
+            self._choose_hooks()
         if self.wants_rows and call.num_examples and not call.in_backward:
             chosen = self._choose(call.num_examples, outputs[0].device)
             self.active = False  # passes that find out about a new graph are our own
@@ -256,16 +255,77 @@ class GradientRecorder:
         found = self._backwards.get(task)
         if found is None:
             found = self._backwards[task] = Backward()
+            if self._has_passed and not self._tensor_hooks:
+                self._add_tensor_hooks()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._complete, task))
         return found
+
+    def place_of(self, name: str) -> Tensor:
+        """Return the part of the running pass's gradient that belongs to a parameter."""
+        backward = self.current_backward()
+        if backward.total is None:
+            backward.total = torch.zeros(self._spec.num_params, dtype=self.dtype, device=self._leaves[name].device)
+        return backward.total[self._spec.slices[name]]
 
     def _complete(self, task: int) -> None:
         """Note that a backward pass came to its end, and forget it if it was a `torch.autograd.grad`."""
         backward = self._backwards.get(task)
-        if backward is not None and backward.accumulated:
-            backward.completed = True
-        else:
+        if backward is None or not backward.accumulated:
             self._backwards.pop(task, None)
+            return
+        backward.completed = self._has_passed = True
+        if not self._tensor_hooks:
+            backward.total = self._read_gradient()
+
+    def note_accumulation(self) -> None:
+        """Note that the running pass has added to p.grad."""
+        was_listening = bool(self._tensor_hooks)
+        backward = self.current_backward()
+        backward.accumulated = True
+        backward.is_partial |= bool(self._tensor_hooks) and not was_listening
+
+    # ---- gradients of a pass as a whole
+
+    def _choose_hooks(self) -> None:
+        """Take hooks on parameters away where p.grad will be the gradient of the next pass, and add them where not."""
+        params = self._leaves.values()
+        if all(param.grad is None for param in params):
+            _take_off(self._tensor_hooks)
+            self._has_passed = False
+            if not self._has_foreign_hooks():
+                return
+        if not self._tensor_hooks:
+            self._add_tensor_hooks()
+
+    def _has_foreign_hooks(self) -> bool:
+        """Tell whether others may change a gradient before it is in p.grad, or take it from there."""
+        hooks = ((p._backward_hooks, p._post_accumulate_grad_hooks) for p in self._leaves.values())
+        return any(before or len(after) > 1 for before, after in hooks)
+
+    def _add_tensor_hooks(self) -> None:
+        """Add a hook to each parameter that copies its gradient before others can change it."""
+        me = weakref.ref(self)
+        for name, param in self._leaves.items():
+            others = list((param._backward_hooks or {}).items())
+            self._tensor_hooks.append(param.register_hook(partial(_store_total, me, name)))
+            hooks: Any = param._backward_hooks
+            for key, hook in others:  # ours comes first
+                del hooks[key]
+                hooks[key] = hook
+
+    def _read_gradient(self) -> Tensor:
+        """Return p.grad of all parameters, (P,); zeros for those that were not reached."""
+        if self._has_foreign_hooks():
+            raise UnsupportedModuleError(
+                "a hook was put on a parameter between forward and backward, and may have changed its gradient. "
+                "Register hooks before the model is called."
+            )
+        parts = []
+        for name in self._spec.names:
+            param = self._leaves[name]
+            grad = torch.zeros_like(param) if param.grad is None else param.grad.detach()
+            parts.append(grad.reshape(-1) if grad.dtype is self.dtype else grad.reshape(-1).to(self.dtype))
+        return torch.cat(parts)
 
     # ---- after the backward passes
 
@@ -283,6 +343,11 @@ class GradientRecorder:
                 "whether these are new examples or the same ones. New examples: call backward once per batch. The same "
                 "ones (pairs, views): make the calls inside a module of your own and give that one to the optimizer."
             )
+        if backward.is_partial:
+            raise UnsupportedModuleError(
+                "the second of two backward passes has a loss term that does not come from the outputs of the model. "
+                "Call zero_grad() and the model between backward passes, or leave that term out."
+            )
         (call,) = backward.calls
         if call.num_examples == 0:
             raise ValueError("the batch is empty: a step needs at least one example. Skip empty batches.")
@@ -291,33 +356,35 @@ class GradientRecorder:
                 "the model was called without a tensor that has a batch as first dimension, so examples cannot be "
                 "counted. Pass the batch as an argument."
             )
-        totals = {name: total.to(self.dtype) for name, total in backward.totals.items()}
+        assert backward.total is not None
         if call.recording is None:
-            return RowGroup(call.num_examples, {}, totals)
-        return self._rows_of(call.recording, tasks, totals)
+            return RowGroup(call.num_examples, {}, backward.total)
+        return self._rows_of(call.recording, tasks, backward.total)
 
-    def _rows_of(self, recording: Recording, tasks: Sequence[int], totals: Mapping[str, Tensor]) -> RowGroup:
+    def _rows_of(self, recording: Recording, tasks: Sequence[int], total: Tensor) -> RowGroup:
         count = recording.num_examples
         if recording.plan is None:  # outputs were not finite, and the step must see that
-            return RowGroup(count, {}, totals)
+            return RowGroup(count, {}, total)
         blocks = recording.blocks(self.dtype, tasks)
         if recording.chosen is not None:
-            return RowGroup(count, blocks, totals, num_chosen=recording.num_rows)
+            return RowGroup(count, blocks, total, num_chosen=recording.num_rows)
         recording.check_unmodified()
         self._num_passes += 1
         if self.verify and self._num_passes.bit_count() == 1:
-            check_sums(blocks, totals, max(recording.plan.tolerance, TOLERANCE.get(self.dtype, 0.0)))
-        return RowGroup(count, blocks, totals)
+            check_sums(self._spec, blocks, total, max(recording.plan.tolerance, TOLERANCE.get(self.dtype, 0.0)))
+        return RowGroup(count, blocks, total)
 
 
-def check_sums(blocks: Mapping[str, Block], totals: Mapping[str, Tensor], tolerance: float) -> None:
+def check_sums(spec: ParamSpec, blocks: Mapping[str, Block], total: Tensor, tolerance: float) -> None:
     """Raise unless the rows of each parameter add up to its gradient.
 
     Args:
+        spec: layout of the gradient.
         blocks: parameter name → rows.
-        totals: parameter name → gradient.
+        total: gradient, (P,).
         tolerance: relative difference that counts as rounding.
     """
+    totals = {name: total[spec.slices[name]] for name in spec.names}
     norms = {name: float(total.double().norm()) for name, total in totals.items()}
     everything = math.hypot(*norms.values())
     wrong = []
@@ -385,9 +452,8 @@ def _reach(owner: weakref.ref[GradientRecorder], call: Call, grad: Tensor | None
 def _store_total(owner: weakref.ref[GradientRecorder], name: str, grad: Tensor) -> None:
     recorder = owner()
     if recorder is not None and recorder.active:
-        # Autograd may take a gradient nobody else holds as p.grad; this reference makes it copy instead. With
-        # create_graph=True the graph must not be kept alive.
-        recorder.current_backward().totals[name] = grad.detach().clone() if grad.requires_grad else grad
+        # Copied at once: autograd then takes the gradient, which nobody else holds, as p.grad.
+        recorder.place_of(name).view(grad.shape).copy_(grad.detach())
 
 
 def _confirm(owner: weakref.ref[GradientRecorder], param: Tensor) -> None:
@@ -395,16 +461,23 @@ def _confirm(owner: weakref.ref[GradientRecorder], param: Tensor) -> None:
     if recorder is None:
         return
     if recorder.active:
-        recorder.current_backward().accumulated = True
+        recorder.note_accumulation()
     elif len(recorder.unrecorded) < MOST_UNRECORDED:
         recorder.unrecorded.add(torch._C._current_graph_task_id())
 
 
-def _remove(handles: list[Any], recordings: list[Recording]) -> None:
+def _remove(handles: list[list[Any]], recordings: list[Recording]) -> None:
     for recording in recordings:
         recording.detach()
+    for some in handles:
+        _take_off(some)
+
+
+def _take_off(handles: list[Any]) -> None:
+    """Remove hooks, and forget them."""
     for handle in handles:
         handle.remove()
+    handles.clear()
 
 
 def _is_same_view(a: Tensor, b: Tensor) -> bool:
@@ -414,15 +487,23 @@ def _is_same_view(a: Tensor, b: Tensor) -> bool:
 # ---- refusals
 
 
-def check_batch_norm(model: nn.Module) -> None:
-    """Refuse modules under which the examples of a batch have no gradients of their own."""
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+def check_modules(model: nn.Module, wants_rows: bool = True) -> None:
+    """Refuse modules whose gradients are not those of the loss at the sample, or not those of single examples."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _check_table(model, module)
+        elif wants_rows and isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise UnsupportedModuleError(
-                f"module {name!r} ({type(module).__name__}) normalises with statistics of the batch, so examples "
+                f"{_name_of(model, module)} normalises with statistics of the batch, so examples "
                 "have no gradients of their own. Put it in eval mode (module.eval()) with running statistics, or "
                 "use GroupNorm or LayerNorm instead."
             )
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    """Return how errors speak of a module."""
+    name = next(name for name, other in model.named_modules() if other is module)
+    return f"module {name!r} ({type(module).__name__})"
 
 
 def check_alone(module: nn.Module) -> None:
@@ -436,23 +517,21 @@ def check_alone(module: nn.Module) -> None:
         )
 
 
-def check_tables(model: nn.Module) -> None:
+def _check_table(model: nn.Module, table: nn.Embedding | nn.EmbeddingBag) -> None:
     """Refuse embedding tables whose gradient is sparse, or not that of the loss at the sample."""
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not module.weight.requires_grad:
-            continue
-        kind = f"module {name!r} ({type(module).__name__})"
-        if module.sparse:
-            raise UnsupportedModuleError(
-                f"{kind} has sparse=True, and sparse gradients are not supported. Build it with sparse=False: the "
-                "table's gradient is kept as touched rows anyway."
-            )
-        if module.max_norm is not None:
-            raise UnsupportedModuleError(
-                f"{kind} has max_norm={module.max_norm}, which rewrites the weights inside forward and so changes the "
-                "sample. Build it with max_norm=None; the prior keeps rows small."
-            )
-        if module.scale_grad_by_freq:
-            raise UnsupportedModuleError(
-                f"{kind} has scale_grad_by_freq=True, which mixes examples. Build it with scale_grad_by_freq=False."
-            )
+    if not table.weight.requires_grad or not (table.sparse or table.max_norm is not None or table.scale_grad_by_freq):
+        return
+    kind = _name_of(model, table)
+    if table.sparse:
+        raise UnsupportedModuleError(
+            f"{kind} has sparse=True, and sparse gradients are not supported. Build it with sparse=False: the "
+            "table's gradient is kept as touched rows anyway."
+        )
+    if table.max_norm is not None:
+        raise UnsupportedModuleError(
+            f"{kind} has max_norm={table.max_norm}, which rewrites the weights inside forward and so changes the "
+            "sample. Build it with max_norm=None; the prior keeps rows small."
+        )
+    raise UnsupportedModuleError(
+        f"{kind} has scale_grad_by_freq=True, which mixes examples. Build it with scale_grad_by_freq=False."
+    )

@@ -8,8 +8,9 @@ leaves the node to `rows.graph`, which runs it once for each chosen example.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ from slangvi.rows.nodes import UnknownNodeError, operand_shape, saved, signed, t
 __all__ = ["Meeting", "Rule", "find_rule", "form_block", "register_rule"]
 
 
-class Meeting(NamedTuple):
+@dataclass(frozen=True)
+class Meeting:
     """A node at which a parameter meets data, and what its backward pass brought.
 
     Args:
@@ -34,6 +36,7 @@ class Meeting(NamedTuple):
         chosen: examples whose rows are wanted, (K,); None for all of them, whose tensors are then not copied.
         num_examples: M.
         keep: returns a tensor that rows may be views of; see `Recording.keep`.
+        taken: what operands of one node share.
     """
 
     node: Node
@@ -43,8 +46,9 @@ class Meeting(NamedTuple):
     chosen: Tensor | None
     num_examples: int
     keep: Callable[[Tensor], Tensor] = torch.clone
+    taken: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def shape(self) -> torch.Size:
         """Shape of the operand."""
         return operand_shape(self.node, self.operand)
@@ -59,7 +63,9 @@ class Meeting(NamedTuple):
 
     def taken_delta(self) -> Tensor:
         """Return the chosen examples of delta, (K, ...)."""
-        return self.layout.take(self.delta, self.chosen, self.num_examples)
+        if "delta" not in self.taken:
+            self.taken["delta"] = self.layout.take(self.delta, self.chosen, self.num_examples)
+        return self.taken["delta"]
 
 
 Rule = Callable[[Meeting], Block | None]
@@ -128,7 +134,8 @@ def sum_to_operand(rows: Tensor, shape: torch.Size) -> Tensor:
     """Sum (K, ...) over the dimensions along which an operand of this shape was broadcast, (K, *shape)."""
     extra = rows.ndim - 1 - len(shape)
     if extra:
-        rows = rows.sum(tuple(range(1, 1 + extra)))
+        given = rows.shape[1 : 1 + extra].numel()
+        rows = rows.flatten(0, extra) if given == 1 else rows.sum(tuple(range(1, 1 + extra)))
     spread = [dim for dim, size in enumerate(shape, 1) if size == 1 and rows.shape[dim] != 1]
     return rows.sum(spread, keepdim=True) if spread else rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -71,6 +72,8 @@ def _measure_network(name: str, problem: Problem, settings: Settings) -> list[Ro
     """Return a row for each contender, or one row that says why the network could not be measured."""
     losses: Losses = {}
     try:
+        # Weights of large networks take seconds to draw: all contenders get a copy.
+        problem = replace(problem, build=partial(copy.deepcopy, problem.model()))
         size = sum(param.numel() for param in _trainable(problem.model()))
         measured = measure(contenders(problem, {"network": name, "P": size}, settings, losses), settings)
     except Exception as error:  # the other networks are measured all the same

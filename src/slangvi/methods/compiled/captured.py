@@ -1,15 +1,17 @@
-"""One step captured in two graphs, with the small problem of the projection solved between them."""
+"""One step captured in three graphs, with small problems solved between them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slangvi.linalg import LowRankPrecision
+from slangvi.linalg.lowrank import solve_small, with_small
+from slangvi.linalg.products import gram_float64
 from slangvi.methods.compiled.capture import aside, capture_graph, keep_randomness
 from slangvi.methods.projection import Decision
 from slangvi.methods.step import Diagnostics, Rates, Step, Tensors
@@ -56,8 +58,9 @@ class Replayed(NamedTuple):
 class CapturedStep:
     """The streamed step for inputs of one kind.
 
-    The first graph runs from the state to the small problem, the second from its solution to the new state. Both read
-    and write tensors that stay where they are.
+    The first graph runs from the state to the small problem of the projection, the second from its solution to the new
+    precision, the third from the decomposition of that to the new mean. All read and write tensors that stay where they
+    are.
 
     Args:
         state: an example of the states to come; copied.
@@ -85,52 +88,67 @@ class CapturedStep:
         self.spec, self.prior, self.num_data, self.gather = spec, prior, num_data, gather
         self.device = state.loc.device
         self.numbers = torch.ones(4, dtype=torch.float64, device=self.device)
-        roots, turns = precision.spectrum
-        self.root = [x.clone() for x in (precision.gram, precision.cholesky, roots, turns)]
+        self.root = precision.small.clone()
+        self.new_root = self.root.clone()
         with torch.no_grad(), keep_randomness(self.device):
             before = None if generator is None else generator.get_state()
             self.is_frozen = False
             with aside(self.device):
                 self.observe()
                 self.decide()
-                self.finish()
+                self.update_precision()
+                self.solve()
+                self.update_mean()
             if generator is not None and before is not None:
                 generator.set_state(before)
             self.is_frozen = True
             self.graphs = [capture_graph(self.observe, self.device, generator)]
-            self.graphs.append(capture_graph(self.finish, self.device))
+            self.graphs += [capture_graph(work, self.device) for work in (self.update_precision, self.update_mean)]
 
     # ---- what is captured
 
     def observe(self) -> None:
         """Draw, go forward and backward, and make the small problem."""
         alpha, beta, gamma, correction = self.numbers.unbind()
-        gram, cholesky, roots, turns = self.root
-        precision = LowRankPrecision(self.old.prec_factor, self.old.prec_diag, gram, cholesky)
-        precision.__dict__["spectrum"] = (roots, turns)
+        factor, diag = self.old[1:3]
+        precision = with_small(factor, diag, self.root[0], self.root)
         gradients, values = self.gather(precision, self.old.loc, self.is_frozen)
         rates = Rates(alpha, Rate(beta), gamma, correction)
         self.work = Step(self.old, self.new, gradients, self.num_data, self.prior, rates, self.spec)
         self.small = self.work.observe()
-        trace = self.small.diagonal().sum() if self.small.ndim > 1 else self.small.sum()
-        fit = torch.zeros_like(trace) if values is None else values.mean(dtype=torch.float64)
-        self.checks = torch.stack([trace, self.work.total.sum(dtype=torch.float64), fit])
+        fit = self.numbers.new_zeros(()) if values is None else values.mean(dtype=torch.float64)
+        self.checks = torch.cat([self.work.bounds(), fit.unsqueeze(0)])
 
-    def finish(self) -> None:
-        """Write the new state."""
-        self.diagnostics = self.work.update_precision(self.decision)
-        precision = self.work.update_mean()
-        self.made = [precision.gram, precision.cholesky]
+    def update_precision(self) -> None:
+        """Write the new factor and diagonal, and what is to be decomposed of them."""
+        self.clipped = self.work.update_precision(self.decision)
+        self.gram = gram_float64(self.new.prec_factor, self.new.prec_diag)
+
+    def update_mean(self) -> None:
+        """Write the new mean."""
+        factor, diag = self.new[1:3]
+        self.work.update_mean(with_small(factor, diag, self.new_root[0], self.new_root))
         total = self.new.loc.sum(dtype=torch.float64) + self.new.prec_diag.sum(dtype=torch.float64)
-        self.result = torch.stack([total, *(x.double() for x in self.diagnostics[1:])])
+        self.result = torch.stack([total, self.clipped.double()])
 
-    def decide(self) -> None:
-        """Solve the small problem, into memory that stays where it is."""
-        found = self.work.projection.decide(self.small, self.work.parts)
+    # ---- what runs between
+
+    def decide(self) -> bool:
+        """Solve the small problem, into memory that stays where it is; tell whether its numbers are finite."""
+        small, self.trace, numbers = self.work.look(self.small, self.checks)
+        if not (math.isfinite(float(self.trace)) and all(map(math.isfinite, numbers))):
+            return False
+        self.fit = numbers[-1]
+        found = self.work.decide(small)
         if not hasattr(self, "decision"):
-            self.decision = Decision(*(x.clone() for x in found))
-        for place, value in zip(self.decision, found, strict=True):
-            place.copy_(value)
+            self.decision = Decision(*(x.to(self.device, copy=True) for x in found))
+        self.decision.weights.copy_(found.weights, non_blocking=True)
+        self.decision = self.decision._replace(spectrum=found.spectrum, residual=found.residual)
+        return True
+
+    def solve(self) -> None:
+        """Decompose what is small of the new precision, into memory that stays where it is."""
+        self.new_root.copy_(solve_small(self.gram.cpu(), self.new.prec_factor), non_blocking=True)
 
     # ---- what runs
 
@@ -144,20 +162,19 @@ class CapturedStep:
         """
         for place, value in zip(self.old, state, strict=True):
             place.copy_(value)
-        for place, value in zip(self.root, (precision.gram, precision.cholesky, *precision.spectrum), strict=True):
-            place.copy_(value)
+        self.root.copy_(precision.small)
         self.numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
         self.graphs[0].replay()
-        trace, total, fit = self.checks.tolist()
-        if not (math.isfinite(trace) and math.isfinite(total) and math.isfinite(fit)):
+        if not self.decide():
             return None
-        self.decide()
         self.graphs[1].replay()
-        if not math.isfinite(float(self.result[0])):
+        self.solve()
+        self.graphs[2].replay()
+        total, clipped = self.result.tolist()
+        if not math.isfinite(total):
             return None
         tensors = Tensors(*(x.clone() for x in self.new))
-        gram, cholesky = (x.clone() for x in self.made)
-        told: Any = [x.clone() for x in (self.decision.spectrum, *self.diagnostics[1:])]
-        told[2] = self.decision.residual.clone()
-        made = LowRankPrecision(tensors.prec_factor, tensors.prec_diag, gram, cholesky)
-        return Replayed(tensors, made, Diagnostics(*told), fit)
+        dtype, (_, spectrum, residual) = tensors.loc.dtype, self.decision
+        told = Diagnostics(spectrum, self.trace.to(dtype), residual, torch.tensor(clipped, dtype=dtype))
+        made = with_small(tensors.prec_factor, tensors.prec_diag, self.gram.clone(), self.new_root.clone())
+        return Replayed(tensors, made, told, self.fit)
