@@ -161,8 +161,12 @@ def uci(name: str, rows: int | None, rank: int, epochs: int, seed: int) -> dict[
 
 
 def summary(runs: list[dict[str, float]]) -> dict[str, list[float]]:
-    """Mean and standard deviation of each number over the seeds."""
-    return {key: [statistics.mean(v := [r[key] for r in runs]), statistics.stdev(v)] for key in runs[0]}
+    """Mean and standard deviation of each number over the seeds; NaN if a run diverged."""
+    columns = {key: [run[key] for run in runs] for key in runs[0]}
+    return {
+        key: [math.nan] * 2 if any(map(math.isnan, v)) else [statistics.mean(v), statistics.stdev(v)]
+        for key, v in columns.items()
+    }
 
 
 def main() -> None:

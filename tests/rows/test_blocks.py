@@ -212,7 +212,20 @@ def test_products_equal_dense_whatever_the_chunks(monkeypatch, name, chunk_bytes
     assert_products(block, block.form())
 
 
+def test_patches_of_a_small_layer_are_opened_once():
+    seen = []
+
+    def opened(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x.repeat_interleave(300, 1).view(-1, 1, 30, 40)
+
+    block = Patches(randn(6, 1, 30, 2), randn(6, 4), 40, opened)
+    assert torch.equal(block.form(), block.form())
+    assert seen == [6]
+
+
 def test_only_some_patches_are_open_at_a_time(monkeypatch):
+    monkeypatch.setattr(module, "KEPT_BYTES", 0)
     monkeypatch.setattr(module, "CHUNK_BYTES", 8 * 30 * 40 * 2)
     block = Patches(randn(6, 1, 30, 2), randn(6, 4), 40, lambda x: x.repeat_interleave(300, 1).view(-1, 1, 30, 40))
     with LiveBytes() as memory:

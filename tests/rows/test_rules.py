@@ -18,7 +18,18 @@ from reference import loop_gradients
 from rows.models import Lambda
 from slangvi.errors import UnsupportedModuleError
 from slangvi.params import ParamSpec
-from slangvi.rows import FactoredGradients, Formed, GradientRecorder, Meeting, Outer, RowGroup, TableRows, graph, rules
+from slangvi.rows import (
+    FactoredGradients,
+    Formed,
+    GradientRecorder,
+    Meeting,
+    Outer,
+    RowGroup,
+    TableRows,
+    blocks,
+    graph,
+    rules,
+)
 from slangvi.rows.blocks import Block, Patches
 from slangvi.rows.rules import find_rule
 
@@ -168,6 +179,7 @@ def test_convolutions_of_any_kind_have_the_rows_of_a_loop(
 
 
 def test_patches_are_not_made_before_they_are_needed(monkeypatch):
+    monkeypatch.setattr(blocks, "KEPT_BYTES", 0)
     opened = []
     real = rules.take_patches
     monkeypatch.setattr(rules, "take_patches", lambda x, **sizes: opened.append(len(x)) or real(x, **sizes))

@@ -110,15 +110,18 @@ def test_slang_gets_the_options_of_its_row(quick, monkeypatch):
 
     problem = mlp_only(monkeypatch)
     monkeypatch.setattr(slangvi, "SLANG", spy)
-    entries = contenders(problem, {}, Settings("cuda", quick), {})
-    assert [entry.name for entry in entries[3:]] == [SLANG, SLANG, SLANG, COMPILED]
+    entries = contenders(problem, {"network": public_models.MLP}, Settings("cuda", quick), {})
+    some = [{"curvature_rows": 2}] if quick else []  # 16 are more than the batch has
+    assert [entry.name for entry in entries[3:]] == [SLANG, SLANG, *(SLANG for _ in some), COMPILED]
+    others = contenders(problem, {"network": public_models.BERT}, Settings("cuda", quick), {})
+    assert COMPILED not in [entry.name for entry in others]
     for entry in entries[3:]:
         entry.make()
     shared = {"num_data": 60_000, "lr": 1e-3, "init_precision": 1e4, "on_divergence": "ignore"}
     assert seen == [
         {**shared, "rank": 1},
         {**shared, "rank": 8},
-        {**shared, "rank": 8, "curvature_rows": 2 if quick else 16},
+        *({**shared, "rank": 8, **options} for options in some),
         {**shared, "rank": 8, "compile": True},
     ]
 

@@ -334,6 +334,8 @@ def solve_small(gram: Tensor, factor: Tensor) -> Tensor:
         gram: VᵀV, float64, (L, L).
         factor: U by rows, see `capacitance`.
     """
+    if not bool(gram.isfinite().all()):  # as the results would be, but for libraries that raise
+        return gram.new_full((5, *gram.shape), torch.nan)
     with one_thread():
         cholesky, (roots, vectors) = capacitance(gram, factor), _spectrum(gram)
         wide = (x.expand_as(gram) for x in (roots, _damping(roots)))

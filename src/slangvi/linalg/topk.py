@@ -11,6 +11,7 @@ All of this is in float64, for single matrices and batches of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -104,11 +105,16 @@ def decompose(matrix: Tensor, count: int) -> Eigenpairs:
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues, smallest first, and vectors; small matrices of a GPU are decomposed on the host."""
-    if matrix.ndim > 2 or len(matrix) > SMALL:
+    if not _is_small(matrix):
         return torch.linalg.eigh(matrix)  # type: ignore[no-any-return]
     with one_thread():  # more of them wait for each other longer than they work
         values, vectors = torch.linalg.eigh(matrix.cpu())
     return values.to(matrix.device), vectors.to(matrix.device)
+
+
+def _is_small(matrix: Tensor) -> bool:
+    """Tell whether a matrix is worked on by one thread of the host, wherever it is."""
+    return matrix.ndim == 2 and len(matrix) <= SMALL
 
 
 def starting_block(like: Tensor, count: int, start: Tensor | None = None) -> Tensor:
@@ -190,10 +196,19 @@ def project(image: Tensor, block: Tensor, count: int) -> tuple[Eigenpairs, Tenso
 def orthonormalize(block: Tensor) -> Tensor:
     """Return orthonormal columns with the same span; columns without content of their own are zero or rounding."""
     for _ in range(2):  # the second time repairs what the shift of the first has cost
-        lengths = torch.linalg.vector_norm(block, dim=-2, keepdim=True)
-        block = block / lengths.clamp_min(torch.finfo(block.dtype).tiny ** 0.5)
         gram = block.mT @ block
-        gram.diagonal(dim1=-2, dim2=-1).add_(16 * block.shape[-1] * torch.finfo(block.dtype).eps)
-        factor = torch.linalg.cholesky_ex(gram).L
-        block = torch.linalg.solve_triangular(factor.mT, block, upper=True, left=False)
+        with one_thread() if _is_small(gram) else nullcontext():
+            turn = _whitening(gram.cpu() if _is_small(gram) else gram)
+        block = block @ turn.to(gram.device)
     return block
+
+
+def _whitening(gram: Tensor) -> Tensor:
+    """Return T with XT orthonormal for columns X with a given Gram, (..., b, b)."""
+    tiny, eps = torch.finfo(gram.dtype).tiny, torch.finfo(gram.dtype).eps
+    shrink = gram.diagonal(dim1=-2, dim2=-1).clamp_min(tiny).rsqrt()
+    unit = gram * shrink.unsqueeze(-1) * shrink.unsqueeze(-2)
+    unit.diagonal(dim1=-2, dim2=-1).add_(16 * gram.shape[-1] * eps)
+    lower, eye = torch.linalg.cholesky_ex(unit).L, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+    return inverse.mT * shrink.unsqueeze(-1)

@@ -139,7 +139,7 @@ class LeadingEigenvectors:
     def observe(self, parts: Callable[[], Iterable[Part]]) -> Tensor:
         """Return the Gram CCᵀ, or A itself; of a Gram that is not formed the diagonal, as a vector."""
         if self.route == "parameters":
-            return self._whole_matrix(list(parts()))
+            return self._whole_matrix(parts())
         # Parts that share β are added up before they are weighted: what is small takes a GPU as long as what is not.
         sums: list[tuple[Part, Tensor]] = []
         for part in parts():
@@ -166,15 +166,13 @@ class LeadingEigenvectors:
         small[..., height:, :height] *= _matrix((keep * gain) ** 0.5)
         return small
 
-    def _whole_matrix(self, parts: list[Part]) -> Tensor:
+    def _whole_matrix(self, parts: Iterable[Part]) -> Tensor:
         """A itself, float64, (..., P, P)."""
-        if len(parts) == 1:
-            (part,) = parts
-            old, new = gram_float64(part.factor.mT), gram_float64(part.rows.form().mT)
-            return old * _matrix(1 - part.precision_lr) + new * _matrix(part.gain)
-        kept = [part.factor.double() * (1 - part.precision_lr) ** 0.5 for part in parts]
-        new = torch.cat([part.rows.form().double() * part.gain**0.5 for part in parts], -1)
-        return gram_float64(torch.cat(kept, -1).mT) + gram_float64(new.mT)
+        old, new = [], []
+        for part in parts:
+            old.append(part.factor.double() * _matrix(1 - part.precision_lr) ** 0.5)
+            new.append(part.rows.form().double() * _matrix(part.gain) ** 0.5)
+        return gram_float64(torch.cat(old, -1).mT) + gram_float64(torch.cat(new, -1).mT)
 
     def _gram(self, part: Part) -> Tensor:
         """[[GGᵀ, GUᵀ], [UGᵀ, UUᵀ]] of one part, float64."""
@@ -272,7 +270,7 @@ class LeadingEigenvectors:
     def project(self, part: Part, decision: Decision) -> Tensor:
         """Write the new precision of one part; return what rounding would take from d⁺."""
         beta, precision = part.precision_lr, part.prior_precision
-        left, new = column_squares(part.factor), part.rows.square_sum()
+        old, new = column_squares(part.factor), part.rows.square_sum()
         if self.route == "parameters":
             part.new_factor.copy_(decision.weights.mT[..., part.columns])
         else:
@@ -281,20 +279,21 @@ class LeadingEigenvectors:
         # would add up to 1/β of it. The difference of nearly equal sums comes first: it is exact, and what is added to
         # it has the rounding of a share β. Whatever U⁺ does not hold is added with the sign that rounding may give it:
         # the next step has the same rounding of U⁺ with the other sign.
-        share = _times(left, -beta)
-        left -= column_squares(part.new_factor)
-        left += share
-        left += _times(new, part.gain)
+        left = old - column_squares(part.new_factor)
+        _add_times(left, old, -beta)
+        _add_times(left, new, part.gain)
         base = torch.lerp(part.diag, precision, _fitted(beta, part.diag))
         left += base
-        diag = torch.maximum(left, torch.minimum(base, precision, out=base), out=base)
-        part.new_diag.copy_(diag)
-        return diag.sub_(left).sum(-1)
+        torch.maximum(left, torch.minimum(base, precision, out=base), out=part.new_diag)
+        return torch.sub(part.new_diag, left, out=left).sum(-1)
 
 
-def _times(vector: Tensor, number: Number) -> Tensor:
-    """Return a vector times a number, in the vector's dtype."""
-    return vector * _fitted(number, vector)
+def _add_times(onto: Tensor, vector: Tensor, number: Number) -> None:
+    """Add a vector times a number to another."""
+    if isinstance(number, Tensor):
+        onto.addcmul_(vector, number.to(vector.dtype))
+    else:
+        onto.add_(vector, alpha=number)
 
 
 def _matrix(number: Number) -> Number:

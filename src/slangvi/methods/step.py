@@ -155,7 +155,8 @@ class Step:
         """Tell whether the new state is finite by what is known before it is made.
 
         d⁺ is at most d, λ and the trace of (1−β)UUᵀ + βĜ together, and at least the smaller of d and λ. No entry of the
-        step of the mean is longer than the whole gradient by the smallest of these.
+        step of the mean is longer than the whole gradient by the smallest of these, and no square of U⁺ by the diagonal
+        than the trace.
 
         Args:
             trace: of the small problem.
@@ -170,7 +171,8 @@ class Step:
         slope = (weight * total + average) / correction + highest * (loc + mean)
         step = rate * slope / lowest if lowest > 0 else math.inf
         limit = 0.1 * torch.finfo(self.old.loc.dtype).max
-        return trace + 2 * highest < limit and step + loc < limit
+        relative = trace / lowest if lowest > 0 else math.inf
+        return trace + 2 * highest < limit and relative < limit and step + loc < limit
 
     def look(self, small: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, list[float]]:
         """Fetch the numbers that decide about the step, in one wait for the device.
@@ -182,12 +184,18 @@ class Step:
         Returns:
             The small problem, on the host where it is solved faster; its trace (...); and the bounds.
         """
-        is_matrix = small.ndim > self.old.loc.ndim
-        if small.is_cuda and self.old.loc.ndim == 1 and len(small) <= SMALL:
+
+        def trace_of(small: Tensor) -> Tensor:
+            return small.diagonal(dim1=-2, dim2=-1).sum(-1) if small.ndim > self.old.loc.ndim else small.sum(-1)
+
+        if not small.is_cuda or self.old.loc.ndim > 1:
+            return small, trace_of(small), bounds.tolist()
+        if len(small) <= SMALL:
             both = torch.cat([small.flatten(), bounds]).cpu()
             small, bounds = both[: small.numel()].view(small.shape), both[small.numel() :]
-        trace = small.diagonal(dim1=-2, dim2=-1).sum(-1) if is_matrix else small.sum(-1)
-        return small, trace, bounds.tolist()
+            return small, trace_of(small), bounds.tolist()
+        both = torch.cat([trace_of(small).view(1), bounds]).cpu()
+        return small, both[0], both[1:].tolist()
 
     def decide(self, small: Tensor) -> Decision:
         """Solve the small problem; with one thread on the host, where several would wait for each other."""

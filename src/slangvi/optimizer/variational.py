@@ -286,7 +286,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 "step() found no gradients. Run loss.backward() inside `with opt.sampled_params(train=True):`, call "
                 "opt.train() before forward, or pass a closure that does forward and backward."
             )
-        self._sync()
+        self._sync(contents=False)  # the numbers were compared when the weights were drawn
         self._warn_of_input(max(group.num_rows for group in rows))
         with out_of_memory_advice("in the update", self._state, rows), self._exact():
             state, info = self._advance_rows(rows)

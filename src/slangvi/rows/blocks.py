@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Self
 
 import torch
@@ -23,6 +23,8 @@ __all__ = ["Block", "Formed", "Outer", "Patches", "Stacked", "Sum", "TableRows",
 
 # Largest temporary of products that work in pieces.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 1 << 24, 1 << 27
+# Patches of one layer that are kept between the two passes of a step.
+KEPT_BYTES = 1 << 24
 
 
 class Block(ABC):
@@ -341,13 +343,23 @@ class Patches(Block):
             out = left.new_empty(copies * count, self.num_params)
         rows = out.unflatten(0, (copies, count))
         for start in range(0, count, step):
-            part, some = slice(start, start + step), self.source[start : start + step]
+            part = slice(start, start + step)
             if copies == groups == 1:
                 place = rows[0, part].unflatten(1, (outputs, self.width))
-                torch.bmm(left[0, part, 0].mT, self.open(some)[:, 0], out=place)
+                torch.bmm(left[0, part, 0].mT, self._opened(part)[:, 0], out=place)
             else:
-                rows[:, part] = (left[:, part].mT @ self.open(some)).flatten(2)
+                rows[:, part] = (left[:, part].mT @ self._opened(part)).flatten(2)
         return out
+
+    def _opened(self, part: slice) -> Tensor:
+        """Return the patches of some rows of x; those of all rows are kept where they are few."""
+        groups, positions = self.left.shape[1:3]
+        size = len(self.source) * groups * positions * self.width * self.left.element_size()
+        return self._all_opened[part] if size <= KEPT_BYTES else self.open(self.source[part])
+
+    @cached_property
+    def _all_opened(self) -> Tensor:
+        return self.open(self.source)
 
     def narrow(self, start: int, stop: int) -> Patches:
         """Return some outputs."""

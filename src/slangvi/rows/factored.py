@@ -189,6 +189,7 @@ class FactoredGradients:
         stacked = ((name, _stack_named(name, groups, bool(scales), like)) for name in spec.names)
         self.blocks = {name: block for name, block in stacked if block is not None}
         self.is_formed = {name: self._forms(name) for name in self.blocks}
+        self._memory: Tensor | None = None
         self._kept: dict[tuple[int, ...], list[Segment]] = {}
         self._plans: dict[tuple[int, ...], list[tuple[slice, list[tuple[slice, Block]], list[bool]]]] = {}
 
@@ -232,6 +233,8 @@ class FactoredGradients:
     def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterator[Segment]:
         """Yield all columns in turn, some at a time; rows that are formed for it are kept only if all of them are few.
 
+        Others are in memory that the next segment takes.
+
         Args:
             cuts: columns, ends of parameter tensors, at which a segment has to end.
             below: rows (L, P) that are copied below formed ones, see `Joined.space`.
@@ -245,8 +248,10 @@ class FactoredGradients:
             self._plans[key] = list(self._plan(set(cuts), most // column_bytes))
         formed = sum(block.num_params for name, block in self.blocks.items() if self.is_formed[name])
         keeps = formed * column_bytes <= most
+        if not keeps and self._memory is None:
+            self._memory = self.like.new_empty(most // self.like.element_size())
         for columns, parts, forms in self._plans[key]:
-            segment = Segment(columns, self._join(columns, parts, forms, below))
+            segment = Segment(columns, self._join(columns, parts, forms, below, keeps))
             if keeps:
                 found.append(segment)
             yield segment
@@ -254,10 +259,15 @@ class FactoredGradients:
             self._kept[key] = found
 
     def _join(
-        self, columns: slice, parts: Sequence[tuple[slice, Block]], forms: Sequence[bool], below: Tensor | None
+        self,
+        columns: slice,
+        parts: Sequence[tuple[slice, Block]],
+        forms: Sequence[bool],
+        below: Tensor | None,
+        keeps: bool,
     ) -> Joined:
         """Return the rows of a segment; neighbours that are to be formed are in one tensor."""
-        width, space = columns.stop - columns.start, None
+        width, space, taken = columns.stop - columns.start, None, 0
         found: list[tuple[slice, Block]] = []
         for is_formed, run in groupby(_runs(parts, forms), key=lambda entry: entry[0]):
             entries = [entry[1:] for entry in run]
@@ -266,7 +276,9 @@ class FactoredGradients:
                 continue
             start, stop = entries[0][0].start, entries[-1][0].stop
             count = 0 if below is None or stop - start < width else len(below)
-            whole = self.like.new_empty(self.height + count, stop - start)
+            shape = (self.height + count, stop - start)
+            whole = self.like.new_empty(shape) if keeps else self._reused(taken, shape)
+            taken += whole.numel()
             rows = whole[: self.height]
             if count and below is not None:
                 space, whole[self.height :] = whole, below[:, columns]
@@ -279,6 +291,13 @@ class FactoredGradients:
                     block.form(place)
             found.append((slice(start, stop), Formed(rows)))
         return Joined(found, self.height, width, self.like, self.routes.chunk_bytes, space)
+
+    def _reused(self, start: int, shape: tuple[int, int]) -> Tensor:
+        """Return memory that all segments share, from an entry on."""
+        size = start + shape[0] * shape[1]
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = self.like.new_empty(size)
+        return self._memory[start:size].view(shape)
 
     def _column_bytes(self, below: Tensor | None) -> int:
         """Return the bytes of a column of formed rows."""
@@ -332,7 +351,10 @@ class FactoredGradients:
 
     def form(self) -> Tensor:
         """Return G itself, (R, P); only for few parameters."""
-        return torch.cat([segment.rows.form() for segment in self.segments()], 1) * self.scale
+        rows = self.like.new_empty(self.height, self.spec.num_params)
+        for columns, segment in self.segments():
+            rows[:, columns] = segment.form()
+        return rows.mul_(self.scale)
 
 
 def _runs(parts: Sequence[tuple[slice, Block]], forms: Sequence[bool]) -> Iterator[tuple[int, slice, Block]]:

@@ -160,8 +160,7 @@ class CapturedStep:
             precision: its precision, factorised.
             numbers: of this step.
         """
-        for place, value in zip(self.old, state, strict=True):
-            place.copy_(value)
+        torch._foreach_copy_(list(self.old), list(state))
         self.root.copy_(precision.small)
         self.numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
         self.graphs[0].replay()
