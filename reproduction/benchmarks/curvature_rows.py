@@ -29,6 +29,7 @@ from slangvi_reproduction.data.uci import load_uci
 ROWS = (4, 8, 16, 32, None)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = (0, 1, 2)
+NAMES = {"kl": "symmetric KL", "nll": "NLL", "error": "error", "rmse": "RMSE", "log-likelihood": "log-likelihood"}
 PLACE = Path(__file__).parents[1] / "results" / "curvature-rows.json"
 
 
@@ -72,14 +73,14 @@ def digits(rows: int | None, rank: int, epochs: int, seed: int) -> dict[str, flo
     data = load_digits()
     order = torch.randperm(len(data.data), generator=torch.Generator().manual_seed(seed))
     x, y = (torch.tensor(data.data / 16.0).float()[order], torch.tensor(data.target)[order])
-    return train_network((x[:1300], y[:1300]), (x[1300:], y[1300:]), 100, 100, rows, rank, epochs, seed)
+    return train_network((x[:1300], y[:1300]), (x[1300:], y[1300:]), 100, 100, 0.1, rows, rank, epochs, seed)
 
 
 def mnist(rows: int | None, rank: int, epochs: int, seed: int) -> dict[str, float]:
     """Test NLL and error of a 784-400-400-10 network on MNIST, batches of 200, one draw."""
     parts = load_mnist("train"), load_mnist("test")
     train, test = ((part.x.flatten(1).to(DEVICE), part.y.to(DEVICE)) for part in parts)
-    return train_network(train, test, 400, 200, rows, rank, epochs, seed)
+    return train_network(train, test, 400, 200, 0.02, rows, rank, epochs, seed)
 
 
 def train_network(
@@ -87,6 +88,7 @@ def train_network(
     test: tuple[Tensor, Tensor],
     width: int,
     batch: int,
+    lr: float,
     rows: int | None,
     rank: int,
     epochs: int,
@@ -104,7 +106,7 @@ def train_network(
         rank=rank,
         generator=source,
         curvature_rows=rows,
-        lr=0.1,
+        lr=lr,
         **slangvi.slow_precision(size, steps=-(-size // batch) * epochs),
     )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, -(-size // batch) * epochs)
@@ -139,16 +141,19 @@ def uci(name: str, rows: int | None, rank: int, epochs: int, seed: int) -> dict[
     model, noise = nn.Sequential(nn.Linear(x.shape[1], 50), nn.ReLU(), nn.Linear(50, 1)), 0.2
     source, steps = torch.Generator().manual_seed(seed), -(-len(train) // 100) * epochs
     slow = slangvi.slow_precision(len(train), steps=steps)
-    opt = slangvi.SLANG(model, num_data=len(train), rank=rank, generator=source, curvature_rows=rows, lr=0.05, **slow)
+    opt = slangvi.SLANG(model, num_data=len(train), rank=rank, generator=source, curvature_rows=rows, lr=0.02, **slow)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, steps)
     begin = time.perf_counter()
-    for _ in range(epochs):
-        for pick in train[torch.randperm(len(train), generator=source)].split(100):
-            with opt.sampled_params(train=True):
-                opt.zero_grad()
-                (0.5 * F.mse_loss(model(x[pick])[:, 0], y[pick]) / noise**2).backward()
-            opt.step()
-            schedule.step()
+    try:
+        for _ in range(epochs):
+            for pick in train[torch.randperm(len(train), generator=source)].split(100):
+                with opt.sampled_params(train=True):
+                    opt.zero_grad()
+                    (0.5 * F.mse_loss(model(x[pick])[:, 0], y[pick]) / noise**2).backward()
+                opt.step()
+                schedule.step()
+    except slangvi.NumericalError:  # the run diverged
+        return {"rmse": math.nan, "log-likelihood": math.nan, "seconds": math.nan}
     seconds = time.perf_counter() - begin
     draws = slangvi.functional_samples(model, opt.posterior, x[test], n_samples=64, generator=source)[..., 0]
     each = torch.distributions.Normal(draws, noise).log_prob(y[test])
@@ -167,6 +172,24 @@ def summary(runs: list[dict[str, float]]) -> dict[str, list[float]]:
         key: [math.nan] * 2 if any(map(math.isnan, v)) else [statistics.mean(v), statistics.stdev(v)]
         for key, v in columns.items()
     }
+
+
+def markdown(found: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+    """The table of docs/settings.md, without times; a run that diverged with any seed is a dash."""
+    lines = ["| run | " + " | ".join(f"{rows or 'all'}" for rows in ROWS) + " |", "|---|" + "---:|" * len(ROWS)]
+    for name, by_rows in found.items():
+        for key in next(iter(by_rows.values())):
+            if key != "seconds":
+                cells = [by_rows.get(str(rows or "all"), {}).get(key) for rows in ROWS]
+                lines.append(f"| {name}: {NAMES[key]} | " + " | ".join(map(cell, cells)) + " |")
+    return "\n".join(lines)
+
+
+def cell(value: list[float] | None) -> str:
+    """Mean ± standard deviation."""
+    if value is None:
+        return ""
+    return "–" if math.isnan(value[0]) else f"{value[0]:.3g} ± {value[1]:.1g}"
 
 
 def main() -> None:

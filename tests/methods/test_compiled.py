@@ -163,3 +163,42 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(taped):
             state, _ = vi.update(state, (x, y), torch.Generator().manual_seed(0))
     assert state.step == 6
     assert [str(one.message) for one in told if "cannot be captured" in str(one.message)] != []
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(2 * 16, 3)).double()
+
+
+def run_images(compile: bool, images: list[torch.Tensor], **options) -> tuple[slangvi.SLANG, list[str]]:
+    """One step for each batch, and what was raised."""
+    model, raised = convolutions(), []
+    source = torch.Generator().manual_seed(0)
+    opt = slangvi.SLANG(model, num_data=100, rank=2, lr=0.02, compile=compile, generator=source, **options)
+    for x in images:
+        with opt.sampled_params(train=True):
+            opt.zero_grad()
+            F.cross_entropy(model(x), torch.arange(len(x)) % 3).backward()
+        try:
+            opt.step()
+        except slangvi.NumericalError as error:
+            raised.append(str(error))
+            opt.discard_gradients()
+    return opt, raised
+
+
+def test_a_graph_opens_the_patches_of_its_own_batch(taped):
+    images = list(torch.randn(6, 8, 1, 6, 6, dtype=torch.float64))
+    eager, compiled = (run_images(compile, images)[0] for compile in (False, True))
+    assert [graph.replays for graph in taped] == [5, 5, 5]
+    assert_close(compiled._state, eager._state)
+
+
+@pytest.mark.parametrize("place", [1, 4], ids=["captured", "replayed"])
+@pytest.mark.parametrize("size", [1e200, 1e30])
+def test_a_batch_too_large_for_the_dtype_is_refused_as_by_the_eager_step(taped, place, size):
+    images = list(torch.randn(6, 8, 1, 6, 6, dtype=torch.float64))
+    images[place] = images[place] * size
+    (eager, said), (compiled, said_compiled) = (run_images(compile, images) for compile in (False, True))
+    assert said_compiled == said
+    assert_close(compiled._state, eager._state)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import slangvi
 from helpers.optimizer_runs import CLASSES, N, assert_identical, make, model_and_data, train
 
 
@@ -215,3 +216,22 @@ def test_a_prior_that_is_changed_in_place_counts_at_once():
         resumed = make(model_and_data(seed=5)[0], prior_precision=prior)
         resumed.load_state_dict(opt.state_dict())
         assert_identical(train(opt, x, y), train(resumed, x, y))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_step_that_is_too_large_leaves_the_state_as_it_was_at_any_rank(rank):
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1), torch.randn(8, 4)
+    opt = slangvi.SLANG(model, num_data=8, rank=rank, lr=0.5)
+    for scale in (1.0, 1e18):
+        before = {name: value.clone() for name, value in vars(opt._state).items() if isinstance(value, torch.Tensor)}
+        with opt.sampled_params(train=True):
+            opt.zero_grad()
+            (scale * model(scale * x)).mean().backward()
+        if scale == 1.0:
+            opt.step()
+            continue
+        with pytest.raises(slangvi.NumericalError, match="The state is unchanged"):
+            opt.step()
+        for name, value in before.items():
+            assert torch.equal(getattr(opt._state, name), value), name

@@ -144,8 +144,26 @@ def test_the_choice_follows_the_generator_and_a_resumed_run_makes_the_same():
     [
         ({"curvature_rows": 0}, "curvature_rows must be ≥ 1, got 0"),
         ({"curvature_rows": 2.5}, "curvature_rows must be a whole number ≥ 1, got 2.5"),
+        ({"curvature_rows": "most"}, "got 'most'. None takes all examples of a batch, \"auto\" chooses"),
     ],
 )
 def test_impossible_budgets_are_refused(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         slangvi.SLANG(nn.Linear(2, 1), num_data=3, **options)
+
+
+@pytest.mark.parametrize(("kind", "options", "expected"), [
+    (slangvi.SLANG, {"rank": 3}, 16),
+    (slangvi.SLANG, {"rank": 20}, 40),
+    (slangvi.VOGN, {}, 16),
+])  # fmt: skip
+def test_auto_takes_sixteen_or_twice_the_rank(kind, options, expected):
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(50, 3)
+    opt = kind(model, num_data=50, curvature_rows="auto", **options)
+    with opt.sampled_params(train=True):
+        model(x).square().mean().backward()
+    (group,) = opt._rows
+    assert group.num_chosen == expected
+    assert group.num_rows == 50
+    opt.step()

@@ -438,3 +438,12 @@ def test_pieces_of_a_segment_cover_its_columns_and_have_its_rows(layers, most):
             rows.add_t_mm(weights, onto)
             torch.testing.assert_close(onto, weights.T @ whole[:, columns])
         assert end == width
+
+
+def test_rows_below_are_those_of_the_factor_that_is_given():
+    gradients = operator(Routes("form"))
+    first, second = randn(2, SPEC.num_params), randn(2, SPEC.num_params)
+    for factor in (first, second, second.mul_(2)):
+        for place, some in gradients.segments((), factor):
+            if some.space is not None:
+                torch.testing.assert_close(some.space[some.height :], factor[:, place])

@@ -417,3 +417,58 @@ def test_a_term_beside_the_outputs_in_a_second_pass_is_refused():
         (second + model.beside.square().sum()).backward()
     with pytest.raises(UnsupportedModuleError, match="second of two backward passes"):
         recorder.collect()
+
+
+def recorded_totals(recorder: GradientRecorder) -> list[torch.Tensor]:
+    return [group.total for group in recorder.collect()]
+
+
+def test_a_pass_that_failed_half_way_leaves_nothing_in_the_next():
+    model, x = two_outputs()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    recorder = GradientRecorder(model, ParamSpec.of_module(model), torch.float64)
+    alone = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("half way")
+
+    with recorder.recording():
+        hidden = []
+        handle = model[1].register_forward_hook(lambda module, args, out: hidden.append(out))
+        first, second = model(x).sum(), model(x).sum()
+        handle.remove()
+        hidden[0].register_hook(fail)
+        with pytest.raises(RuntimeError, match="half way"):
+            first.backward()
+        assert model[2].weight.grad is not None
+        second.backward()
+    (total,) = recorded_totals(recorder)
+    torch.testing.assert_close(total, torch.cat([g.flatten() for g in alone]))
+
+
+def test_gradients_put_back_between_forward_and_backward_are_not_counted():
+    model, x = two_outputs()
+    recorder = GradientRecorder(model, ParamSpec.of_module(model), torch.float64)
+    alone = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with recorder.recording():
+        loss = model(x).sum()
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 8.0)
+        loss.backward()
+    (total,) = recorded_totals(recorder)
+    torch.testing.assert_close(total, torch.cat([g.flatten() for g in alone]))
+
+
+def test_blocks_that_overlap_leave_the_thread_of_backward_as_it_was():
+    recorders = []
+    for _ in range(2):
+        model, _ = two_outputs()
+        recorders.append(GradientRecorder(model, ParamSpec.of_module(model), torch.float64).recording())
+    assert torch._C._is_multithreading_enabled()
+    for block in recorders:
+        block.__enter__()
+        assert not torch._C._is_multithreading_enabled()
+    recorders[0].__exit__(None, None, None)
+    assert not torch._C._is_multithreading_enabled()
+    recorders[1].__exit__(None, None, None)
+    assert torch._C._is_multithreading_enabled()

@@ -156,9 +156,8 @@ def iterate(apply: Apply, block: Tensor, count: int, tolerance: float) -> tuple[
     found: Eigenpairs | None = None
     done = torch.zeros(block.shape[:-2], dtype=torch.bool, device=block.device)
     for _ in range(MOST_LOOKS):
-        for _ in range(PRODUCTS - 1):
-            block = apply(block)
-        block = orthonormalize(block)
+        for k in range(PRODUCTS - 1):
+            block = orthonormalize(apply(block), passes=1 if k < PRODUCTS - 2 else 2)
         new, block = project(apply(block), block, count)
         # What was good enough before stays as it was: no matrix depends on others that it is in a batch with.
         found = new if found is None else _keep_done(found, new, done)
@@ -193,9 +192,12 @@ def project(image: Tensor, block: Tensor, count: int) -> tuple[Eigenpairs, Tenso
     return Eigenpairs(values, vectors, left / values[..., 0].clamp_min(torch.finfo(torch.float64).tiny)), image
 
 
-def orthonormalize(block: Tensor) -> Tensor:
-    """Return orthonormal columns with the same span; columns without content of their own are zero or rounding."""
-    for _ in range(2):  # the second time repairs what the shift of the first has cost
+def orthonormalize(block: Tensor, passes: int = 2) -> Tensor:
+    """Return orthonormal columns with the same span; columns without content of their own are zero or rounding.
+
+    The second pass repairs what the shift of the first has cost.
+    """
+    for _ in range(passes):
         gram = block.mT @ block
         with one_thread() if _is_small(gram) else nullcontext():
             turn = _whitening(gram.cpu() if _is_small(gram) else gram)

@@ -87,11 +87,10 @@ class FakeRun:
                 before = replace(state, loc=state.loc.clone()) if is_optimizer else state
                 new, info = slang.update(state, gradients, num_data=1, prior=prior, lr=Rate(0.1), in_place=is_optimizer)
                 step_length(before, new, prior, 0.1, 0.9)
-            with memory.phase(*FORM):  # rows that are kept for both passes over the segments; others are temporaries
-                for _, rows in gradients.segments([self.spec.num_params], state.prec_factor):
-                    memory.label(tensors_in(getattr(rows, "parts", vars(rows))), "rows", of=UPDATE[1])
+            for rows in gradients.kept_rows():  # for both passes over the segments; others are temporaries
+                memory.label(tensors_in(getattr(rows, "parts", vars(rows))), "rows", of=UPDATE[1])
         memory.label([] if is_optimizer else new.tensors, "next_state")
-        del kept, gradients, rows, state, before
+        del kept, gradients, state, before
         assert info.step  # the new state stays, and what is known about the step
         return memory.live
 

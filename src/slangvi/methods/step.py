@@ -34,7 +34,7 @@ from slangvi.priors import Prior
 from slangvi.rows.operator import GradientOperator
 from slangvi.schedules import Rate
 
-__all__ = ["GRADIENT_REMEDY", "STATE_REMEDY", "Diagnostics", "Rates", "Tensors", "take_step"]
+__all__ = ["GRADIENT_REMEDY", "STATE_REMEDY", "Diagnostics", "Rates", "Tensors", "collect_diagnostics", "take_step"]
 
 Number = float | Tensor
 # Columns, and entries of the factor, that a CPU makes at once: temporaries then stay in its cache.
@@ -120,7 +120,7 @@ class Step:
         self.old, self.new, self.gradients, self.prior, self.rates = old, new, gradients, prior, rates
         self.weight = num_data / gradients.num_rows
         self.total = gradients.sum()
-        self.in_place = new.prec_factor.data_ptr() == old.prec_factor.data_ptr() and new.prec_factor.numel() > 0
+        self.in_place = new.loc.data_ptr() == old.loc.data_ptr()
         self.ends = _ends(spec, rates.precision_lr)
         rank, size = old.prec_factor.shape[-2:]
         route = choose_route(rank, size, gradients, old.loc.dtype)
@@ -278,7 +278,15 @@ def take_step(
             for target, value in zip(new, made, strict=True):
                 target.copy_(value)
             precision = factorize(new.prec_factor, new.prec_diag)
-    return precision, Diagnostics(decision.spectrum, trace.to(old.loc.dtype), decision.residual, clipped)
+    return precision, collect_diagnostics(decision.spectrum, trace, decision.residual, clipped, old.loc)
+
+
+def collect_diagnostics(
+    spectrum: Tensor, total: Tensor, residual: Tensor, clipped: Tensor, like: Tensor
+) -> Diagnostics:
+    """Return diagnostics on the device of a state, wherever they were found, in its dtype but for the residual."""
+    spectrum, total = (x.to(like.device, like.dtype, non_blocking=True) for x in (spectrum, total))
+    return Diagnostics(spectrum, total, residual.to(like.device, non_blocking=True), clipped.to(like))
 
 
 def _too_large(step: int) -> NumericalError:

@@ -611,12 +611,15 @@ def _stack_tables(blocks: Sequence[TableRows]) -> TableRows:
 def _stack_outers(blocks: Sequence[Outer]) -> Outer:
     # Zero positions contribute nothing, so sequences of different length can share one tensor.
     length = max(block.left.shape[2] for block in blocks)
-    left = torch.cat([F.pad(block.left, (0, 0, 0, length - block.left.shape[2])) for block in blocks])
-    first = blocks[0].right
+
+    def padded(x: Tensor) -> Tensor:
+        return x if x.shape[2] == length else F.pad(x, (0, 0, 0, length - x.shape[2]))
+
+    left, first = torch.cat([padded(block.left) for block in blocks]), blocks[0].right
     if all(_share_memory(first, block.right) for block in blocks):
         return Outer(left, first)
-    inputs = [block.right.repeat(block.copies, 1, 1, 1) for block in blocks]
-    return Outer(left, torch.cat([F.pad(x, (0, 0, 0, length - x.shape[2])) for x in inputs]))
+    inputs = [block.right if block.copies == 1 else block.right.repeat(block.copies, 1, 1, 1) for block in blocks]
+    return Outer(left, torch.cat([padded(x) for x in inputs]))
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

@@ -68,6 +68,10 @@ class DenseGradients:
         for start, stop in pairwise([0, *inner, self._width]):
             yield slice(start, stop), self._narrowed(start, stop)
 
+    def kept_rows(self) -> list[DenseGradients]:
+        """Return the rows, which are all kept or none."""
+        return [self]
+
     def pieces(self, most: int) -> Iterator[tuple[slice, DenseGradients]]:
         """Yield all columns: rows may have to be computed again for each piece."""
         yield slice(0, self._width), self

@@ -1,16 +1,16 @@
-"""Models under `torch.compile` run as they were written while hooks are to be called."""
+"""How models and backward passes run while hooks are to be called: as they were written, in the calling thread."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import torch
 
-__all__ = ["run_eagerly"]
+__all__ = ["backward_in_this_thread", "run_eagerly"]
 
 _COMPILED_LOOP = (
     "a block with gradients began inside code under torch.compile, which would not call the hooks that tell examples "
@@ -18,6 +18,7 @@ _COMPILED_LOOP = (
     "sampled_params(train=True) and step(closure) stay outside."
 )
 _lock = Lock()
+_blocks = local()  # blocks that are open in a thread, and what was set there before the first
 _open: list[AbstractContextManager[Any]] = []  # the stance, once for each block that has begun and not ended
 
 
@@ -49,3 +50,21 @@ def run_eagerly() -> Iterator[None]:
             stance = _open.pop()
             if not _open:
                 stance.__exit__(None, None, None)
+
+
+@contextmanager
+def backward_in_this_thread() -> Iterator[None]:
+    """Let backward passes of a GPU run in the calling thread: one of their own would wait for Python at every hook.
+
+    Blocks may overlap without being nested; the last to end in a thread restores what was set before the first.
+    """
+    if not getattr(_blocks, "count", 0):
+        _blocks.count, _blocks.setting = 0, torch.autograd.set_multithreading_enabled(False)
+    _blocks.count += 1
+    try:
+        yield
+    finally:
+        if getattr(_blocks, "count", 0):  # not so where another thread ends the block
+            _blocks.count -= 1
+            if not _blocks.count:
+                _blocks.setting.__exit__(None, None, None)

@@ -190,6 +190,7 @@ class FactoredGradients:
         self.blocks = {name: block for name, block in stacked if block is not None}
         self.is_formed = {name: self._forms(name) for name in self.blocks}
         self._memory: Tensor | None = None
+        self._copied: tuple[Tensor | None, int | None] = (None, None)  # whose rows lie below those that are kept
         self._kept: dict[tuple[int, ...], list[Segment]] = {}
         self._plans: dict[tuple[int, ...], list[tuple[slice, list[tuple[slice, Block]], list[bool]]]] = {}
 
@@ -240,6 +241,9 @@ class FactoredGradients:
             below: rows (L, P) that are copied below formed ones, see `Joined.space`.
         """
         key = (*cuts, -1 if below is None else len(below))
+        copied = below, None if below is None or below.is_inference() else below._version
+        if self._copied[0] is not copied[0] or self._copied[1] != copied[1]:
+            self._kept, self._copied = {}, copied
         if (kept := self._kept.get(key)) is not None:
             yield from kept
             return
@@ -342,6 +346,10 @@ class FactoredGradients:
                 at = end
         if self.spec.num_params > start:
             yield slice(start, self.spec.num_params), parts, forms
+
+    def kept_rows(self) -> list[Joined]:
+        """Return rows that were formed once for all passes of the step."""
+        return [segment.rows for segments in self._kept.values() for segment in segments]
 
     # ---- products with all columns, for methods that need no more
 

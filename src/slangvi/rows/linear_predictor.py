@@ -78,6 +78,10 @@ class LinearPredictorGradients:
         M, P = self.inputs.shape[-2:]
         return M * M * P, M * P
 
+    def kept_rows(self) -> list[LinearPredictorGradients]:
+        """Return the inputs and slopes."""
+        return [self]
+
     def pieces(self, most: int) -> Iterator[tuple[slice, LinearPredictorGradients]]:
         """Yield all columns."""
         yield slice(0, self.inputs.shape[-1]), self

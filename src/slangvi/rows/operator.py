@@ -82,3 +82,6 @@ class GradientOperator(Protocol):
             cuts: columns at which a segment has to end.
             below: the factor by rows, (L, P), for `SegmentRows.space`.
         """
+
+    def kept_rows(self) -> Iterable[SegmentRows]:
+        """Return rows that stay until the step is over."""

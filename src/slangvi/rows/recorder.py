@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from slangvi.errors import UnsupportedModuleError
 from slangvi.params import ParamSpec
 from slangvi.rows.blocks import Block
-from slangvi.rows.eager import run_eagerly
+from slangvi.rows.eager import backward_in_this_thread, run_eagerly
 from slangvi.rows.factored import RowGroup
 from slangvi.rows.graph import TOLERANCE, Plans, Recording, record, watch_outputs
 
@@ -56,6 +56,7 @@ class Backward:
         total: gradient as autograd added it up, (P,); None before a parameter was reached.
         accumulated: whether it was a `backward()`, which adds to p.grad, and not a `torch.autograd.grad`.
         completed: whether it came to its end; one that failed half way has gradients of some layers only.
+        reads_gradient: whether p.grad will be its gradient, and no hook on a parameter is needed.
         is_partial: whether a parameter was reached before its gradient could be told from that of an earlier pass.
     """
 
@@ -63,6 +64,7 @@ class Backward:
     total: Tensor | None = None
     accumulated: bool = False
     completed: bool = False
+    reads_gradient: bool = False
     is_partial: bool = False
 
     @property
@@ -151,8 +153,7 @@ class GradientRecorder:
         self._detach()
         before, self.active = self.active, True
         try:
-            # A thread of a GPU's own would wait for Python at every hook, twice as long as it works.
-            with run_eagerly(), torch.autograd.set_multithreading_enabled(False):
+            with run_eagerly(), backward_in_this_thread():
                 yield
         except BaseException:
             self.drop()
@@ -249,14 +250,16 @@ class GradientRecorder:
         self._data[key] = (tensor, copy)  # holding the original keeps its address from being given away
         return copy
 
-    def current_backward(self) -> Backward:
-        """Return the record of the backward pass that is running."""
+    def current_backward(self, is_first: bool = False) -> Backward:
+        """Return the record of the backward pass that is running; before any parameter is reached, `is_first`."""
         task = torch._C._current_graph_task_id()
         found = self._backwards.get(task)
         if found is None:
             found = self._backwards[task] = Backward()
-            if self._has_passed and not self._tensor_hooks:
+            is_mixed = self._has_passed or (is_first and any(p.grad is not None for p in self._leaves.values()))
+            if is_mixed and not self._tensor_hooks:
                 self._add_tensor_hooks()
+            found.reads_gradient = not self._tensor_hooks
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._complete, task))
         return found
 
@@ -273,8 +276,8 @@ class GradientRecorder:
         if backward is None or not backward.accumulated:
             self._backwards.pop(task, None)
             return
-        backward.completed = self._has_passed = True
-        if not self._tensor_hooks:
+        backward.completed = True
+        if backward.reads_gradient:
             backward.total = self._read_gradient()
 
     def note_accumulation(self) -> None:
@@ -283,6 +286,7 @@ class GradientRecorder:
         backward = self.current_backward()
         backward.accumulated = True
         backward.is_partial |= bool(self._tensor_hooks) and not was_listening
+        self._has_passed = True
 
     # ---- gradients of a pass as a whole
 
@@ -445,8 +449,9 @@ class _ForwardHook(_Hook):
 def _reach(owner: weakref.ref[GradientRecorder], call: Call, grad: Tensor | None) -> None:
     recorder = owner()
     # Fused kernels with several outputs hand None to those the loss did not use.
-    if recorder is not None and recorder.active and grad is not None:
-        recorder.current_backward().calls[call] = None
+    is_own = call.recording is not None and call.recording.is_paused  # a pass inside of the one that is recorded
+    if recorder is not None and recorder.active and grad is not None and not is_own:
+        recorder.current_backward(is_first=True).calls[call] = None
 
 
 def _store_total(owner: weakref.ref[GradientRecorder], name: str, grad: Tensor) -> None:

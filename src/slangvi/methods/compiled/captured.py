@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slangvi.errors import NumericalError
 from slangvi.linalg import LowRankPrecision
 from slangvi.linalg.lowrank import solve_small, with_small
 from slangvi.linalg.products import gram_float64
 from slangvi.methods.compiled.capture import aside, capture_graph, keep_randomness
 from slangvi.methods.projection import Decision
-from slangvi.methods.step import Diagnostics, Rates, Step, Tensors
+from slangvi.methods.step import Diagnostics, Rates, Step, Tensors, collect_diagnostics
 from slangvi.params import ParamSpec
 from slangvi.priors import Prior
 from slangvi.rows.operator import GradientOperator
@@ -95,7 +96,8 @@ class CapturedStep:
             self.is_frozen = False
             with aside(self.device):
                 self.observe()
-                self.decide()
+                if not self.decide():
+                    raise NumericalError("the step is not finite. The state is unchanged.")
                 self.update_precision()
                 self.solve()
                 self.update_mean()
@@ -139,7 +141,10 @@ class CapturedStep:
         if not (math.isfinite(float(self.trace)) and all(map(math.isfinite, numbers))):
             return False
         self.fit = numbers[-1]
-        found = self.work.decide(small)
+        try:
+            found = self.work.decide(small)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            return False
         if not hasattr(self, "decision"):
             self.decision = Decision(*(x.to(self.device, copy=True) for x in found))
         self.decision.weights.copy_(found.weights, non_blocking=True)
@@ -173,7 +178,7 @@ class CapturedStep:
         if not math.isfinite(total):
             return None
         tensors = Tensors(*(x.clone() for x in self.new))
-        dtype, (_, spectrum, residual) = tensors.loc.dtype, self.decision
-        told = Diagnostics(spectrum, self.trace.to(dtype), residual, torch.tensor(clipped, dtype=dtype))
+        _, spectrum, residual = self.decision
+        told = collect_diagnostics(spectrum, self.trace, residual, torch.tensor(clipped), tensors.loc)
         made = with_small(tensors.prec_factor, tensors.prec_diag, self.gram.clone(), self.new_root.clone())
         return Replayed(tensors, made, told, self.fit)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slangvi.errors import NumericalError
 from slangvi.linalg import LowRankPrecision
 from slangvi.methods.compiled.capture import has_graphs, warn_eager
 from slangvi.methods.compiled.captured import CapturedStep, Numbers, Replayed
@@ -60,6 +61,9 @@ class LoopSteps:
         if kind not in self._graphs:
             try:
                 self._capture(kind, state, groups, tensors, prior)
+            except NumericalError:  # the eager step says what is wrong
+                self._seen.discard(kind)
+                return None
             except (RuntimeError, TypeError) as error:
                 self._seen.discard(kind)
                 self._warn(f"the step cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]})")
@@ -79,7 +83,8 @@ class LoopSteps:
         static = rebuild(list(groups), places)
 
         def gather(precision: LowRankPrecision, loc: Tensor, frozen: bool) -> tuple[FactoredGradients, None]:
-            return FactoredGradients(state.spec, static, loc, self.routes), None
+            # Blocks keep what they have made of their tensors, so that the graph needs blocks of its own.
+            return FactoredGradients(state.spec, rebuild(static, None), loc, self.routes), None
 
         graph = CapturedStep(state.tensors, state.precision, state.spec, prior, self.num_data, gather)
         self._graphs[kind] = (graph, list(places.values()))
@@ -116,10 +121,10 @@ def describe(thing: Any, tensors: dict[Any, Tensor]) -> Any:
     return repr(thing) if not callable(thing) else repr(getattr(thing, "keywords", thing))
 
 
-def rebuild(thing: Any, places: dict[Any, Tensor]) -> Any:
-    """Return the same rows over other memory."""
+def rebuild(thing: Any, places: dict[Any, Tensor] | None) -> Any:
+    """Return rows anew over other memory, or over their own."""
     if isinstance(thing, Tensor):
-        return places[memory_key(thing)].view(thing.shape)
+        return thing if places is None else places[memory_key(thing)].view(thing.shape)
     if isinstance(thing, list | tuple):
         return type(thing)(rebuild(each, places) for each in thing)
     if isinstance(thing, dict):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from slangvi.errors import NumericalError
 from slangvi.likelihoods import defer_checks
 from slangvi.linalg import LowRankPrecision
 from slangvi.methods.compiled.capture import has_graphs, warn_eager
@@ -69,6 +70,10 @@ class PureSteps:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         try:
             graph, places = self._find(kind, state, batch, tensors, generator, prior)
+        except NumericalError:  # the eager step sees the same draws, and says what is wrong
+            if generator is not None and before is not None:
+                generator.set_state(before)
+            return None
         except (RuntimeError, TypeError) as error:
             self._warn(f"the step cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]})")
             self._uses[kind] = -(1 << 60)
