@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
-        """Whether memory that was just made is to be noted."""
+        """Tell whether memory that was just made is to be noted."""
         return True
 
     def __torch_dispatch__(

@@ -238,7 +238,7 @@ class FunctionalSettings(CurvatureSettings):
 
     @property
     def reads_graph(self) -> bool:
-        """Whether gradients are read off autograd's graph."""
+        """Tell whether gradients are read off autograd's graph."""
         has_reason = self.model is not None or self.curvature_rows is not None
         return self.engine == "factored" or (self.engine is None and has_reason)
 

@@ -12,7 +12,7 @@ __all__ = ["Routes", "Transform"]
 
 @dataclass(frozen=True)
 class Routes:
-    """How the factored engine goes about its work. Every choice gives the same result, at another cost.
+    """Choices of the factored engine. Every choice gives the same result, at another cost.
 
     Args:
         layers: "auto" forms the gradients of a layer or keeps them as factors, whichever counts fewer operations and

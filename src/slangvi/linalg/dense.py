@@ -101,7 +101,7 @@ def factorize_dense(matrix: Tensor) -> DensePrecision:
 
 
 def _one_by_one(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for large members of a batch, each while it is in the cache.
+    """Work on large members of a batch one by one, each while it is in the cache.
 
     The library writes the factor by columns and reads the matrix by rows, a jump in memory for every number. Filling
     the factor with zeros first, in order, brings it into the cache; for P = 257 that saves a third of the time.

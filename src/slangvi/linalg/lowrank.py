@@ -65,7 +65,7 @@ class LowRankPrecision:
 
     @cached_property
     def small(self) -> Tensor:
-        """All that is made of VᵀV, see `solve_small`."""
+        """Cholesky factor, its inverse, eigenvectors and roots of VᵀV in one tensor, see `solve_small`."""
         return solve_small(self.gram.cpu(), self.factor).to(self.gram.device, non_blocking=True)
 
     @property
@@ -177,19 +177,19 @@ class LowRankPrecision:
 
     @kept
     def double(self) -> LowRankPrecision:
-        """The same in float64."""
+        """A float64 copy."""
         factor, diag = self.factor.to(torch.float64), self.diag.to(torch.float64)
         return replace(self, factor=factor, diag=diag)
 
     @property
     def is_narrow(self) -> bool:
-        """Whether there are so few parameters for each column of U that products with it are in float64."""
+        """Tell whether there are so few parameters for each column of U that products with it are in float64."""
         rank, size = self.factor.shape[-2:]
         return size <= _NARROW * rank and self.diag.dtype != torch.float64
 
     @property
     def _double_rooted(self) -> LowRankPrecision:
-        """The same in float64, with the eigenvectors found here, or put here by others."""
+        """A float64 copy with the eigenvectors found here, or put here by others."""
         for name in ("spectrum", "damping"):
             self.double.__dict__.setdefault(name, getattr(self, name))
         return self.double

@@ -1,4 +1,4 @@
-"""How much memory a step will take, told before any of it is spent."""
+"""Memory that a step will take, told before any of it is spent."""
 
 from slangvi.memory.plan import MemoryPlan as MemoryPlan
 from slangvi.memory.plan import estimate_memory as estimate_memory

@@ -44,7 +44,7 @@ class Precision(Protocol):
         """Diagonal of the covariance, (..., P)."""
 
     def logdet(self) -> Tensor:
-        """Of the precision, (...)."""
+        """Log-determinant of the precision, (...)."""
 
 
 class GaussianState(FlatState, Protocol):
@@ -56,7 +56,7 @@ class GaussianState(FlatState, Protocol):
 
 
 class Told:
-    """What every `Info` can work out from the likelihood it saw, the state and the prior."""
+    """Base of every `Info`: numbers worked out from the likelihood it saw, the state and the prior."""
 
     expected_log_likelihood: float
     _state: Any
@@ -97,7 +97,7 @@ def _version_of(state: GaussianState | None) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Info(Told):
-    """What a step can tell besides the new state.
+    """Diagnostics of a step.
 
     Args:
         step: number of the step, from 1.

@@ -181,7 +181,7 @@ class Fit:
 
     @property
     def variance(self) -> Tensor:
-        """Of each weight, (..., P)."""
+        """Variance of each weight, (..., P)."""
         return self.posterior.variance
 
     @property

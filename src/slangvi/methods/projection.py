@@ -36,7 +36,7 @@ Route = Literal["gram", "parameters", "applied", "diagonal"]
 
 
 class Part(NamedTuple):
-    """What a step knows about some columns; leading dimensions are runs in lockstep.
+    """Some columns of a step; leading dimensions are runs in lockstep.
 
     Args:
         columns: place in the flat vector.
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What `project` needs to know about all parts together.
+    """Solution of the small problem, for all parts together.
 
     Args:
         weights: of the rows and U in U⁺, (..., R + L, L), or U⁺ itself transposed, (..., P, L); float64.

@@ -38,7 +38,7 @@ __all__ = ["SLANG", "Info", "State", "build", "init", "kl_to_prior", "posterior"
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What the next step needs; leading dimensions, the same everywhere, are runs that go in lockstep.
+    """Everything the next step needs; leading dimensions, the same everywhere, are runs that go in lockstep.
 
     Args:
         loc: μ, (..., P).
@@ -69,7 +69,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Info(Told):
-    """What a step can tell besides the new state.
+    """Diagnostics of a step.
 
     For runs in lockstep every number is a tensor with their leading dimensions.
 

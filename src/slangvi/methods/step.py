@@ -79,7 +79,7 @@ class Rates(NamedTuple):
 
 
 class Diagnostics(NamedTuple):
-    """What a step tells besides the new state, (...) each.
+    """Numbers about a step besides the new state, (...) each.
 
     Args:
         spectrum: leading L eigenvalues, largest first, (..., L).

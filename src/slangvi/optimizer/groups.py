@@ -22,7 +22,7 @@ JOINED = "joined_at_step"
 
 
 class GroupValues:
-    """What the groups say, as numbers where all agree and flat vectors where they differ.
+    """Hyper-parameters of all groups, as numbers where all agree and flat vectors where they differ.
 
     Args:
         groups: torch's param_groups.
@@ -140,12 +140,12 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def _tied(group: Mapping[str, Any]) -> bool:
-    """Whether a method has a rate for the precision, and this group takes lr for it."""
+    """Tell whether a method has a rate for the precision, and this group takes lr for it."""
     return "precision_lr" in group and group["precision_lr"] is None
 
 
 def _contents(value: Any) -> tuple[Any, ...]:
-    """What a prior says, in a form that later changes do not reach: numbers, and which tensors in which version."""
+    """Return a prior in a form that later changes do not reach: numbers, and tensors with their versions."""
     if isinstance(value, Mapping):
         return tuple((name, *_contents(each)) for name, each in value.items())
     return (value, value._version) if isinstance(value, Tensor) and not value.is_inference() else (value,)

@@ -143,7 +143,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients were collected since the last step; a `state_dict` does not hold them."""
+        """Tell whether gradients were collected since the last step; a `state_dict` does not hold them."""
         own = self._own()
         return bool(own._rows) or own._recorder.has_passes
 
@@ -158,7 +158,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         own._rows = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients collected for the next step stay, see `discard_gradients`."""
+        """Clear p.grad; gradients collected for the next step stay, see `discard_gradients`."""
         self._own()._recorder.unrecorded.clear()
         if not set_to_none:
             super().zero_grad(set_to_none)

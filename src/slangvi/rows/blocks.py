@@ -184,7 +184,7 @@ class Outer(Block):
 
     @property
     def is_factored(self) -> bool:  # type: ignore[override]
-        """Whether there is one group and one position."""
+        """Tell whether there is one group and one position."""
         return self.left.shape[1] == self.left.shape[2] == 1
 
     @property

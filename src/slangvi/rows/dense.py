@@ -254,7 +254,7 @@ def per_example_gradients(
 def draws_at_once(
     spec: ParamSpec, thetas: Tensor, batch: Any, memory_limit: int | None = None, backward_passes: int = 1
 ) -> int:
-    """How many draws should share a pass: small problems are slow for the number of calls, large ones are not.
+    """Return the number of draws that share a pass: small problems are slow for the number of their calls.
 
     Args:
         spec: layout of the flat vector.
@@ -274,7 +274,7 @@ def draws_at_once(
 
 
 def rows_within(memory_limit: int | None, row_bytes: int, most: int | None) -> int:
-    """How many rows fit the limit: at least one, at most `most`."""
+    """Return the number of rows that fit the limit: at least one, at most `most`."""
     ceiling = most if most is not None else 1 << 62
     if memory_limit is None:
         return ceiling

@@ -1,4 +1,4 @@
-"""How models and backward passes run while hooks are to be called: as they were written, in the calling thread."""
+"""Run models as they were written, and backward in the calling thread, while hooks are to be called."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class RowGroup:
 
     @property
     def row_scale(self) -> float:
-        """What rows are to be multiplied by, so that K of them have the second moments of all M in expectation."""
+        """Factor of the rows, by which K of them have the second moments of all M in expectation."""
         return self.scale * math.sqrt(self.num_rows / max(1, self.height))
 
     def scaled(self, factor: float) -> RowGroup:

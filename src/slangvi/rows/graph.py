@@ -435,7 +435,7 @@ def watch_outputs(recording: Recording, outputs: Sequence[Tensor]) -> list[Tenso
 
 
 class Alias(torch.autograd.Function):
-    """The same tensor as another node of the graph, and no view: the caller may change it in place."""
+    """An identity that makes another node of the graph, and no view: the caller may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

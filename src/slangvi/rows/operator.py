@@ -1,4 +1,4 @@
-"""What a step may ask of per-example gradients, however they are held."""
+"""Protocols of per-example gradients, for steps that need not know how they are held."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GradientOperator(Protocol):
 
     @property
     def scale(self) -> float:
-        """What rows of segments are to be multiplied by."""
+        """Number that rows of segments are to be multiplied by."""
 
     @property
     def costs(self) -> tuple[int, int]:

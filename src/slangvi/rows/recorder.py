@@ -69,7 +69,7 @@ class Backward:
 
     @property
     def is_signal(self) -> bool:
-        """Whether it is to be learnt from."""
+        """Tell whether it is to be learnt from."""
         return self.completed and self.accumulated and self.total is not None
 
     def absorb(self, other: Backward) -> None:
@@ -163,7 +163,7 @@ class GradientRecorder:
 
     @property
     def has_passes(self) -> bool:
-        """Whether passes to learn from were recorded that nobody has collected."""
+        """Tell whether passes to learn from were recorded that nobody has collected."""
         return any(backward.is_signal for backward in self._backwards.values())
 
     def drop(self) -> None:

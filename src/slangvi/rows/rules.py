@@ -45,7 +45,7 @@ class Meeting:
     layout: Layout
     chosen: Tensor | None
     num_examples: int
-    keep: Callable[[Tensor], Tensor] = torch.clone
+    keep: Callable[[Tensor], Tensor] = field(default_factory=lambda: torch.clone)
     taken: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What CUDA asks of those who capture graphs: a stream of its own, an undisturbed random source, no collection."""
+"""Needs of CUDA while graphs are captured: a stream of its own, an undisturbed random source, no collection."""
 
 from __future__ import annotations
 

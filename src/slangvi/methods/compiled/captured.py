@@ -25,7 +25,7 @@ __all__ = ["CapturedStep", "Numbers", "Replayed"]
 
 
 class Numbers(NamedTuple):
-    """What changes from step to step besides the tensors.
+    """Numbers that change from step to step.
 
     Args:
         lr: α.
@@ -41,7 +41,7 @@ class Numbers(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What a replayed step leaves, in memory of its own.
+    """Result of a replayed step, in memory of its own.
 
     Args:
         tensors: the new state.
