@@ -139,9 +139,9 @@ class LowRankPrecision:
         """
         if self.is_narrow:
             return self._double_rooted.whiten(rows.to(torch.float64)).to(rows.dtype)
-        white = rows * self.shrink
-        rooted = self._rooted(white * self.shrink)
-        return torch.addcmul(white, combine_rows(rooted, self.factor), self.shrink)
+        shrink = self.shrink
+        white = rows * shrink
+        return torch.addcmul(white, combine_rows(self._rooted(white * shrink), self.factor), shrink)
 
     @kept
     def spectrum(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""How much memory a prediction will take, before any of it is spent."""
+"""Memory that a prediction will take, told before any of it is spent."""
 
 from __future__ import annotations
 
