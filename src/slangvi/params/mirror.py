@@ -27,31 +27,53 @@ class Mirror:
                 )
         self.spec = spec
         self.params = list(self.named.values())
-        self._seen = self._marks()
+        self._paths = [(name, *_split(name), param) for name, param in self.named.items()]
+        self._places: list[int] = []
+        self._find_vectors()
+        self._mark()
 
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
-        return next(iter(self.named.values())).device
+        return self.params[0].device
+
+    def _find_vectors(self) -> None:
+        """Make views of the parameters as vectors, if they are not where they were."""
+        places = [param.data_ptr() for param in self.params]
+        if places != self._places:
+            self._places = places
+            self._is_flat = all(param.is_contiguous() for param in self.params)
+            self._vectors = [param.detach().view(-1) for param in self.params] if self._is_flat else []
+
+    def _mark(self) -> None:
+        """Remember the versions of the parameters, by which writes of others are noticed."""
+        self._versions = [param._version for param in self.params]
 
     def changed(self, loc: Tensor, contents: bool = True) -> bool:
         """Tell whether somebody else wrote to a parameter, replaced its data or moved it since `loc` was written.
 
         On a CPU the numbers are always compared, on a GPU only with `contents`.
         """
-        if self._seen != self._marks():
+        params = self.params
+        if self._versions != [p._version for p in params] or self._places != [p.data_ptr() for p in params]:
             return True
-        if not contents and loc.device.type != "cpu":
+        on_cpu = loc.device.type == "cpu"
+        if not (contents or on_cpu):
             return False
         # Writes through p.data leave no mark. One comparison for all spares a GPU many waits, and costs a CPU a copy.
-        if loc.device.type != "cpu" and all(param.dtype is loc.dtype for param in self.params):
-            return not torch.equal(torch.cat([param.detach().reshape(-1) for param in self.params]), loc)
+        if self._is_flat and all(param.dtype is loc.dtype for param in params):
+            if on_cpu:
+                return not all(map(torch.equal, loc.split(self.spec.numels), self._vectors))
+            return not torch.equal(torch.cat(self._vectors), loc)
         return any(not torch.equal(part, param) for param, part in self._pairs(loc))
 
     def check(self, model: nn.Module) -> None:
         """Refuse to go on with parameters that were frozen, or that are no longer the model's."""
-        for name, param in self.named.items():
-            if self._owned(model, name) is not param:
+        for name, path, local, param in self._paths:
+            module: nn.Module | None = model
+            for part in path:  # without walking through all modules
+                module = None if module is None else module._modules.get(part)
+            if module is None or module._parameters.get(local) is not param:
                 raise ValueError(f"parameter {name!r} was replaced in the model. Build the optimizer anew.")
             if not param.requires_grad:
                 raise ValueError(
@@ -59,21 +81,17 @@ class Mirror:
                     "anew without it."
                 )
 
-    def _owned(self, model: nn.Module, name: str) -> Tensor | None:
-        """Return the parameter of a model by its name, without walking through all of them."""
-        *path, local = name.split(".")
-        module: nn.Module | None = model
-        for part in path:
-            module = None if module is None else module._modules.get(part)
-        return None if module is None else module._parameters.get(local)
-
     def write(self, flat: Tensor) -> None:
         """Put a flat vector into the parameters."""
         pieces = flat.split(self.spec.numels)
-        views = [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
+        self._find_vectors()
         with torch.no_grad():
-            torch._foreach_copy_(self.params, views)
-        self._seen = self._marks()
+            if self._is_flat:
+                torch._foreach_copy_(self._vectors, pieces)
+            else:
+                pairs = zip(pieces, self.params, strict=True)
+                torch._foreach_copy_(self.params, [piece.view(param.shape) for piece, param in pairs])
+        self._mark()
 
     def read(self, loc: Tensor) -> Tensor:
         """Return the mean with the values of parameters that were changed from outside; `loc` is not modified."""
@@ -82,7 +100,8 @@ class Mirror:
         for (name, param), (_, part) in zip(self.named.items(), self._pairs(loc), strict=True):
             if not torch.equal(part, param):
                 new[self.spec.slices[name]] = param.detach().flatten().to(new.dtype)
-        self._seen = self._marks()
+        self._find_vectors()
+        self._mark()
         return new
 
     def _pairs(self, loc: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -90,6 +109,8 @@ class Mirror:
         for name, param in self.named.items():
             yield param.detach(), loc[self.spec.slices[name]].view(param.shape).to(param.dtype)
 
-    def _marks(self) -> list[tuple[int, int]]:
-        """Return the address and version of every parameter's data."""
-        return [(param.data_ptr(), param._version) for param in self.params]
+
+def _split(name: str) -> tuple[list[str], str]:
+    """Return the modules on the way to a parameter, and its own name."""
+    *path, local = name.split(".")
+    return path, local

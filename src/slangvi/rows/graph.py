@@ -14,10 +14,10 @@ parameter whose rows differ is served by definition from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from slangvi.rows.nodes import (
     leaf_of,
     run_node,
     shapes_of,
+    trace,
     walk,
 )
 from slangvi.rows.pullback import View, find_views, pull_back_block, undo_views
@@ -58,6 +59,7 @@ class Frontier:
         index: which input of the node it is.
         output: which output's gradient has the batch.
         layout: where the batch lies in it.
+        shape: of that gradient, when the plan was made.
         names: of the parameters behind it.
         views: what undoes views between the node and its parameter; None where there is more than views.
         by_rule: whether the rule of the node's type is taken; else the node is run once for each chosen example.
@@ -67,6 +69,7 @@ class Frontier:
     index: int
     output: int
     layout: Layout
+    shape: torch.Size
     names: tuple[str, ...]
     views: tuple[View, ...] | None
     by_rule: bool = True
@@ -89,6 +92,25 @@ class Plan:
     frontiers: tuple[Frontier, ...]
     tolerance: float
     by_definition: frozenset[str] = frozenset()
+
+    @cached_property
+    def places(self) -> list[tuple[int, tuple[Frontier, ...]]]:
+        """Positions of the nodes at which rows are read, and what is read there."""
+        used = (f for f in self.frontiers if not self.by_definition.issuperset(f.names))
+        return [(position, tuple(some)) for position, some in groupby(used, key=lambda f: f.position)]
+
+    def fits(self, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> bool:
+        """Tell whether a graph of the same structure has its batch in the same places."""
+        count = self.num_examples
+        for position, (first, *_) in self.places:
+            shape = nodes[position]._input_metadata[first.output].shape
+            if shape != first.shape:
+                dim = first.layout.dim
+                if len(shape) != len(first.shape) or shape[dim] % count:
+                    return False
+                if (shape[dim] == count) != (first.shape[dim] == count):  # then it was not seen what alternates
+                    return False
+        return all(map(_has_batch, outputs, self.output_layouts, repeat(count)))
 
 
 @dataclass(eq=False)
@@ -172,20 +194,6 @@ class Recording:
         self._handles.clear()
 
 
-def signature_of(nodes: Sequence[Node], outputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """Return the structure of a graph: types, shapes and edges of all nodes, and which leaves are which parameters."""
-    places: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
-    names = {id(param): name for name, param in params.items()}
-    parts: list[Any] = [output.shape for output in outputs]
-    for node in nodes:
-        if is_leaf(node):
-            parts.append(names.get(id(leaf_of(node))))
-        else:
-            parts += type(node), *[tuple(item.shape) for item in node._input_metadata]
-            parts += [(places.get(function, -1), output) for function, output in node.next_functions]
-    return tuple(parts)
-
-
 # ---- finding out
 
 
@@ -253,6 +261,11 @@ def _output_layout(output: Tensor, num_examples: int) -> Layout | None:
         if output.shape[dim] == num_examples and output.requires_grad:
             return Layout(dim)
     return None
+
+
+def _has_batch(output: Tensor, layout: Layout | None, num_examples: int) -> bool:
+    """Tell whether the batch of an output lies where a plan has it."""
+    return _output_layout(output, num_examples) == layout
 
 
 Fits = dict[Node, dict[int, list[Layout]]]
@@ -350,13 +363,14 @@ def _frontiers(
         if not found[node]:
             continue
         output, layout = next(iter(found[node].items()))
+        shape = shapes_of(node)[output]
         for index, (function, place) in enumerate(node.next_functions):
             if function is not None and (is_leaf(function) or place not in found[function]):
                 leaves = {id(leaf_of(leaf)) for leaf in _leaves_behind(function)}
                 names = tuple(name for key, name in name_of.items() if key in leaves)
                 if names:
                     views = find_views(function) if len(leaves) == 1 else None
-                    frontiers.append(Frontier(position, index, output, layout, names, views))
+                    frontiers.append(Frontier(position, index, output, layout, shape, names, views))
     return frontiers
 
 
@@ -397,12 +411,11 @@ def record(
         num_examples: M.
         copy_data: see `Recording`.
     """
-    nodes = walk(outputs)
-    plan = plans.find(nodes, outputs, params, num_examples)
+    nodes, structure = trace(outputs, {id(param): name for name, param in params.items()})
+    plan = plans.find(nodes, structure, outputs, params, num_examples)
     recording = Recording(params, chosen, num_examples, plan, copy_data)
-    if plan is None:
-        return recording
-    _listen(recording, nodes)
+    if plan is not None:
+        _listen(recording, nodes)
     return recording
 
 
@@ -457,43 +470,53 @@ class Plans:
     def __init__(self, verify: bool = True, by_definition: bool = False) -> None:
         self.verify, self.by_definition = verify, by_definition
         self.is_frozen = False  # while nothing may look at a number
-        self._known: dict[Any, tuple[Plan, int]] = {}
+        self.num_made = 0
+        self._known: dict[Any, list[tuple[Plan, int]]] = {}  # with how often each was used
 
     def __len__(self) -> int:
-        return len(self._known)
+        return sum(map(len, self._known.values()))
 
     def latest(self) -> Plan:
         """Return the plan that was made or used last."""
-        return next(reversed(self._known.values()))[0]
+        return next(reversed(self._known.values()))[-1][0]
 
     def find(
-        self, nodes: Sequence[Node], outputs: Sequence[Tensor], params: Mapping[str, Tensor], num_examples: int
+        self,
+        nodes: Sequence[Node],
+        structure: tuple[Any, ...],
+        outputs: Sequence[Tensor],
+        params: Mapping[str, Tensor],
+        num_examples: int,
     ) -> Plan | None:
-        """Return the plan of a graph, made now if it is new or a check is due; None if outputs are not finite."""
-        key = (num_examples, signature_of(nodes, outputs, params))
-        plan, uses = self._known.pop(key, (None, 0))
+        """Return the plan of a graph, made now if it is new or a check is due; None if outputs are not finite.
+
+        Graphs of one structure may differ in sizes, such as the length of a text: they share a plan that fits both.
+        """
+        key = num_examples, structure
+        known = self._known.pop(key, [])
+        found = next((k for k, (plan, _) in enumerate(known) if plan.fits(nodes, outputs)), None)
+        plan, uses = (None, 0) if found is None else known.pop(found)
         due = plan is None or (self.verify and uses.bit_count() == 1 and not self.is_frozen)
         if due and all(bool(torch.isfinite(output).all()) for output in outputs):
             plan = make_plan(outputs, params, num_examples)
+            self.num_made += 1
             if self.by_definition:
                 plan = replace(plan, frontiers=(), by_definition=frozenset(params))
-        if plan is None:
-            return None
-        while len(self._known) >= MOST_PLANS:
-            self._known.pop(next(iter(self._known)))
-        self._known[key] = (plan, uses + 1)
+        if plan is not None:
+            known.append((plan, uses + 1))
+        if known:
+            while len(self._known) >= MOST_PLANS:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = known[-MOST_PLANS:]
         return plan
 
 
 def _listen(recording: Recording, nodes: Sequence[Node]) -> None:
     """Put hooks on the nodes at which the plan of a recording reads rows."""
-    plan = recording.plan
-    assert plan is not None
-    used = (f for f in plan.frontiers if not plan.by_definition.issuperset(f.names))
-    for position, frontiers in groupby(used, key=lambda frontier: frontier.position):
+    assert recording.plan is not None
+    for position, frontiers in recording.plan.places:
         node = nodes[position]
-        hook = partial(_note, recording, tuple(frontiers), node)
-        recording._handles.append(node.register_prehook(hook))
+        recording._handles.append(node.register_prehook(partial(_note, recording, frontiers, node)))
 
 
 def _leaves_behind(function: Node) -> list[Node]:
@@ -514,48 +537,40 @@ def _note(
     recording: Recording, frontiers: Sequence[Frontier], node: Node, gradients: tuple[Tensor | None, ...]
 ) -> None:
     """Keep what the rows of a node's frontiers are made from, when it is about to run."""
-    if recording.is_paused:
+    first = frontiers[0]
+    delta = gradients[first.output]
+    if recording.is_paused or delta is None:
         return
-    own: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
-    examples = (recording.chosen, recording.num_examples, recording.keep)
-    with torch.no_grad():
-        for frontier in frontiers:
-            delta = gradients[frontier.output]
-            if delta is None:
-                continue
-            if frontier.output not in own:
-                # A gradient that was written to in place may be a buffer of the caller's, who will write to it again.
-                is_buffer = delta._version and recording.chosen is None
-                own[frontier.output] = delta.detach().clone() if is_buffer else delta.detach(), {}
-            mine, taken = own[frontier.output]
-            meeting = Meeting(node, frontier.index, mine, frontier.layout, *examples, taken)
-            block = _apply_rule(meeting) if frontier.by_rule else None
-            _add_rows(recording, frontier, meeting, _run_by_example(meeting, gradients) if block is None else block)
+    if torch.is_grad_enabled():  # a graph of the backward pass is being made
+        with torch.no_grad():
+            _note(recording, frontiers, node, gradients)
+        return
+    # A gradient that was written to in place may be a buffer of the caller's, who will write to it again.
+    if delta._version and recording.chosen is None:
+        delta = delta.clone()
+    meeting = Meeting(node, first.layout, delta, recording.chosen, recording.num_examples, recording.keep)
+    rule, count = find_rule(node), recording.num_rows
+    for frontier in frontiers:
+        meeting.operand, block = frontier.index, None
+        if rule is not None and frontier.by_rule:
+            with suppress(UnknownNodeError):
+                block = rule(meeting)
+            if block is not None and (block.num_rows, block.num_params) != (count, meeting.shape.numel()):
+                block = None
+        _add_rows(recording, frontier, node, _run_by_example(meeting, gradients) if block is None else block)
 
 
-def _add_rows(recording: Recording, frontier: Frontier, meeting: Meeting, block: Block) -> None:
+def _add_rows(recording: Recording, frontier: Frontier, node: Node, block: Block) -> None:
     """Note the rows of the parameters behind an operand, given those of the operand."""
     if frontier.views is not None:
-        recording.add_block(frontier.names[0], undo_views(frontier.views, block))
+        recording.add_block(frontier.names[0], undo_views(frontier.views, block) if frontier.views else block)
         return
     assert recording.plan is not None
     names = [name for name in frontier.names if name not in recording.plan.by_definition]
-    edge, leaves = meeting.node.next_functions[frontier.index], [recording.params[name] for name in names]
+    edge, leaves = node.next_functions[frontier.index], [recording.params[name] for name in names]
     for name, part in zip(names, pull_back_block(edge, leaves, block), strict=True):
         if part is not None:
             recording.add_block(name, part)
-
-
-def _apply_rule(meeting: Meeting) -> Block | None:
-    """Return the rows that the rule of a node gives; None if there is no rule, or none that fits."""
-    rule = find_rule(meeting.node)
-    try:
-        block = None if rule is None else rule(meeting)
-    except UnknownNodeError:
-        return None
-    count = meeting.num_examples if meeting.chosen is None else len(meeting.chosen)
-    fits = block is not None and (block.num_rows, block.num_params) == (count, meeting.shape.numel())
-    return block if fits else None
 
 
 def _run_by_example(meeting: Meeting, gradients: Sequence[Tensor | None]) -> Block:

@@ -32,8 +32,9 @@ class Layout(NamedTuple):
             tensor([1., 3., 5.])
         """
         each = tensor.shape[self.dim] // num_examples
-        if self.dim == 0 and each == 1:
-            return (tensor if chosen is None else tensor.index_select(0, chosen)).unsqueeze(1)
+        if self.dim == 0 and (self.outer or each == 1):
+            rows = tensor.view(num_examples, each, *tensor.shape[1:])
+            return rows if chosen is None else rows.index_select(0, chosen)
         sizes = (num_examples, each) if self.outer else (each, num_examples)
         batch = self.dim if self.outer else self.dim + 1
         taken: Tensor = tensor.unflatten(self.dim, sizes).movedim(batch, 0)

@@ -6,7 +6,7 @@ and the caller takes a way that does not need it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import getclosurevars
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "saved",
     "shapes_of",
     "signed",
+    "trace",
     "type_name",
     "walk",
 ]
@@ -101,14 +102,38 @@ def signed(number: int) -> int:
 
 def walk(outputs: Iterable[Tensor]) -> list[Node]:
     """Return every node behind some tensors, each once, in an order that depends on the graph's structure alone."""
-    found: dict[Node, None] = {}
-    stack = [output.grad_fn for output in outputs if output.grad_fn is not None][::-1]
+    return trace(outputs, {})[0]
+
+
+def trace(outputs: Iterable[Tensor], names: Mapping[int, str]) -> tuple[list[Node], tuple[Any, ...]]:
+    """Return the nodes of `walk`, and the structure of the graph: all types and edges, and which leaf is which.
+
+    Args:
+        outputs: tensors with a graph behind them.
+        names: id of a parameter → its name.
+    """
+    places: dict[Node, int] = {}
+    structure: list[Any] = []
+    stack = [(output.grad_fn, 0) for output in outputs if output.grad_fn is not None][::-1]
     while stack:
-        node = stack.pop()
-        if node not in found:
-            found[node] = None
-            stack += [function for function, _ in reversed(node.next_functions) if function is not None]
-    return list(found)
+        node, output = stack.pop()
+        place = places.get(node)
+        if place is not None:
+            structure.append((place, output))
+            continue
+        places[node] = len(places)
+        kind = type(node)
+        structure += kind, output
+        if kind.__name__ == "AccumulateGrad":
+            structure.append(names.get(id(node.variable)))  # type: ignore[attr-defined]
+            continue
+        edges = node.next_functions
+        for k in range(len(edges) - 1, -1, -1):
+            if edges[k][0] is None:
+                structure.append(~k)
+            else:
+                stack.append(edges[k])  # type: ignore[arg-type]
+    return list(places), tuple(structure)
 
 
 def run_node(node: Node, gradients: Sequence[Tensor | None], index: int) -> Tensor | None:

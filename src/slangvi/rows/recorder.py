@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,8 @@ MOST_UNRECORDED = 64
 # Rows of a pass may differ from the gradient they add up to by this much of their own size, times the tolerance of
 # the graph, where they cancel.
 CANCELLATION = 1e-2
+# Modules that `check_modules` may refuse.
+SPECIAL = (nn.Embedding, nn.EmbeddingBag, _BatchNorm)
 
 
 @dataclass(eq=False)
@@ -127,9 +129,12 @@ class GradientRecorder:
         self.active = False
         self.unrecorded: set[int] = set()  # backward passes that added to p.grad while this was not active
         self._num_passes = 0
+        self._special: tuple[int, list[nn.Module]] | None = None  # modules that may have to be refused
+        self._last_task = -1  # number of the last backward pass that reached a parameter
         self._backwards: dict[int, Backward] = {}
         self._data: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._leaves = {spec.canonical[n]: p for n, p in model.named_parameters() if n in spec.canonical}
+        found = {spec.canonical[n]: p for n, p in model.named_parameters() if n in spec.canonical}
+        self._leaves = {name: found[name] for name in spec.names}
         me = weakref.ref(self)
         handles: list[Any] = [
             model.register_forward_pre_hook(_PreHook(me)),
@@ -148,7 +153,11 @@ class GradientRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record calls and backward passes inside the block; what an earlier block left is dropped."""
-        check_modules(self.model, self.wants_rows)
+        if self._special is None or self._special[0] != self.plans.num_made:  # another graph may have other modules
+            found = [module for module in self.model.modules() if isinstance(module, SPECIAL)]
+            self._special = self.plans.num_made, found
+        if self._special[1]:
+            check_modules(self.model, self.wants_rows, self._special[1])
         self._backwards.clear()
         self._detach()
         before, self.active = self.active, True
@@ -255,6 +264,7 @@ class GradientRecorder:
         task = torch._C._current_graph_task_id()
         found = self._backwards.get(task)
         if found is None:
+            self._last_task = -1
             found = self._backwards[task] = Backward()
             is_mixed = self._has_passed or (is_first and any(p.grad is not None for p in self._leaves.values()))
             if is_mixed and not self._tensor_hooks:
@@ -292,8 +302,10 @@ class GradientRecorder:
 
     def _choose_hooks(self) -> None:
         """Take hooks on parameters away where p.grad will be the gradient of the next pass, and add them where not."""
-        params = self._leaves.values()
-        if all(param.grad is None for param in params):
+        for param in self._leaves.values():
+            if param.grad is not None:
+                break
+        else:
             _take_off(self._tensor_hooks)
             self._has_passed = False
             if not self._has_foreign_hooks():
@@ -303,8 +315,10 @@ class GradientRecorder:
 
     def _has_foreign_hooks(self) -> bool:
         """Tell whether others may change a gradient before it is in p.grad, or take it from there."""
-        hooks = ((p._backward_hooks, p._post_accumulate_grad_hooks) for p in self._leaves.values())
-        return any(before or len(after) > 1 for before, after in hooks)
+        for param in self._leaves.values():
+            if param._backward_hooks or len(param._post_accumulate_grad_hooks) > 1:
+                return True
+        return False
 
     def _add_tensor_hooks(self) -> None:
         """Add a hook to each parameter that copies its gradient before others can change it."""
@@ -325,11 +339,10 @@ class GradientRecorder:
                 "Register hooks before the model is called."
             )
         parts = []
-        for name in self._spec.names:
-            param = self._leaves[name]
-            grad = torch.zeros_like(param) if param.grad is None else param.grad.detach()
-            parts.append(grad.reshape(-1) if grad.dtype is self.dtype else grad.reshape(-1).to(self.dtype))
-        return torch.cat(parts)
+        for param in self._leaves.values():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            parts.append(grad.detach().reshape(-1))
+        return torch.cat(parts).to(self.dtype)
 
     # ---- after the backward passes
 
@@ -462,13 +475,14 @@ def _store_total(owner: weakref.ref[GradientRecorder], name: str, grad: Tensor) 
 
 
 def _confirm(owner: weakref.ref[GradientRecorder], param: Tensor) -> None:
-    recorder = owner()
-    if recorder is None:
+    recorder, task = owner(), torch._C._current_graph_task_id()
+    if recorder is None or task == recorder._last_task:
         return
     if recorder.active:
         recorder.note_accumulation()
+        recorder._last_task = task
     elif len(recorder.unrecorded) < MOST_UNRECORDED:
-        recorder.unrecorded.add(torch._C._current_graph_task_id())
+        recorder.unrecorded.add(task)
 
 
 def _remove(handles: list[list[Any]], recordings: list[Recording]) -> None:
@@ -492,9 +506,15 @@ def _is_same_view(a: Tensor, b: Tensor) -> bool:
 # ---- refusals
 
 
-def check_modules(model: nn.Module, wants_rows: bool = True) -> None:
-    """Refuse modules whose gradients are not those of the loss at the sample, or not those of single examples."""
-    for module in model.modules():
+def check_modules(model: nn.Module, wants_rows: bool = True, among: Iterable[nn.Module] | None = None) -> None:
+    """Refuse modules whose gradients are not those of the loss at the sample, or not those of single examples.
+
+    Args:
+        model: the model.
+        wants_rows: whether gradients of single examples are wanted.
+        among: modules of the model that are looked at; None for all.
+    """
+    for module in model.modules() if among is None else among:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _check_table(model, module)
         elif wants_rows and isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):

@@ -7,10 +7,9 @@ leaves the node to `rows.graph`, which runs it once for each chosen example.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,34 +20,42 @@ from slangvi.rows.blocks import Block, Formed, Outer, Patches, TableRows
 from slangvi.rows.layout import Layout
 from slangvi.rows.nodes import UnknownNodeError, operand_shape, saved, signed, type_name
 
+T = TypeVar("T")
+
 __all__ = ["Meeting", "Rule", "find_rule", "form_block", "register_rule"]
 
 
-@dataclass(frozen=True)
 class Meeting:
     """A node at which a parameter meets data, and what its backward pass brought.
 
     Args:
         node: of autograd's graph.
-        operand: which of its inputs is the parameter, or made of parameters alone.
-        delta: gradient of the node's output.
-        layout: where the batch lies in it.
+        layout: where the batch lies in δ.
+        delta: δ, gradient of the node's output.
         chosen: examples whose rows are wanted, (K,); None for all of them, whose tensors are then not copied.
         num_examples: M.
         keep: returns a tensor that rows may be views of; see `Recording.keep`.
-        taken: what operands of one node share.
+
+    `operand` is which of the node's inputs is the parameter, or made of parameters alone.
     """
 
-    node: Node
-    operand: int
-    delta: Tensor
-    layout: Layout
-    chosen: Tensor | None
-    num_examples: int
-    keep: Callable[[Tensor], Tensor] = field(default_factory=lambda: torch.clone)
-    taken: dict[str, Tensor] = field(default_factory=dict)
+    __slots__ = ("_parts", "chosen", "delta", "keep", "layout", "node", "num_examples", "operand")
 
-    @cached_property
+    def __init__(
+        self,
+        node: Node,
+        layout: Layout,
+        delta: Tensor,
+        chosen: Tensor | None,
+        num_examples: int,
+        keep: Callable[[Tensor], Tensor] = torch.clone,
+    ) -> None:
+        self.node, self.layout, self.delta = node, layout, delta
+        self.chosen, self.num_examples, self.keep = chosen, num_examples, keep
+        self.operand = 0
+        self._parts: dict[str, Any] = {}
+
+    @property
     def shape(self) -> torch.Size:
         """Shape of the operand."""
         return operand_shape(self.node, self.operand)
@@ -58,14 +65,18 @@ class Meeting:
         layout = self.layout if dim is None else self.layout._replace(dim=dim)
         if tensor.layout is not torch.strided:
             raise UnknownNodeError(f"an operand has layout {tensor.layout}")
-        own = self.keep(tensor) if self.chosen is None else tensor.detach()
-        return layout.take(own, self.chosen, self.num_examples)
+        return layout.take(self.keep(tensor) if self.chosen is None else tensor, self.chosen, self.num_examples)
 
     def taken_delta(self) -> Tensor:
         """Return the chosen examples of delta, (K, ...)."""
-        if "delta" not in self.taken:
-            self.taken["delta"] = self.layout.take(self.delta, self.chosen, self.num_examples)
-        return self.taken["delta"]
+        return self.once("delta", lambda: self.layout.take(self.delta, self.chosen, self.num_examples))
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what was made under a name for another operand of the node, or make it."""
+        if name not in self._parts:
+            self._parts[name] = make()
+        found: T = self._parts[name]
+        return found
 
 
 Rule = Callable[[Meeting], Block | None]
@@ -143,23 +154,30 @@ def sum_to_operand(rows: Tensor, shape: torch.Size) -> Tensor:
 # ---- matrix products
 
 
-@register_rule("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0")
+# Names of the factors that a node saved, and how many inputs come before them.
+_FACTORS = {
+    "MmBackward0": ("self", "mat2", 0),
+    "BmmBackward0": ("self", "mat2", 0),
+    "AddmmBackward0": ("mat1", "mat2", 1),
+    "BaddbmmBackward0": ("batch1", "batch2", 1),
+}
+
+
+@register_rule(*_FACTORS)
 def matrix_product(meeting: Meeting) -> Block | None:
     """C = A B: rows of B are A_kᵀ δ_k, rows of A are δ_k B_kᵀ; of an added bias, δ_k summed."""
-    node, name = meeting.node, type_name(meeting.node)
-    added = name in ("AddmmBackward0", "BaddbmmBackward0")
-    scale = saved(node, "alpha") if added else 1
+    node, delta = meeting.node, meeting.taken_delta()
+    left, right, added = _FACTORS[type(node).__name__]
     place = meeting.operand - added
     if place < 0:
-        weight, rows = saved(node, "beta"), sum_to_operand(meeting.taken_delta(), meeting.shape)
+        weight, rows = saved(node, "beta"), sum_to_operand(delta, meeting.shape)
         return form_block(rows if weight == 1 else rows * weight)
-    left = {"AddmmBackward0": "mat1", "BaddbmmBackward0": "batch1"}.get(name, "self")
-    right = "batch2" if name == "BaddbmmBackward0" else "mat2"
+    scale = saved(node, "alpha") if added else 1
     rows_dim = meeting.delta.ndim - 2
     if place == 1 and meeting.layout.dim == rows_dim:  # B is the parameter, the batch lies among the rows of A
-        x, delta = meeting.take(saved(node, left)), meeting.taken_delta()
+        x = meeting.take(saved(node, left))
     elif place == 0 and meeting.layout.dim == rows_dim + 1:  # A is the parameter, the batch is in the columns of B
-        x, delta = meeting.taken_delta().mT, meeting.take(saved(node, right)).mT
+        x, delta = delta.mT, meeting.take(saved(node, right)).mT
     else:
         return None
     if delta.ndim == 3:  # (K, n, o); products of several matrices have them in front of n
@@ -264,26 +282,33 @@ def layer_norm(meeting: Meeting) -> Block | None:
 
     def normalised() -> Tensor:
         x, mean, scale = (meeting.take(saved(node, key)) for key in ("input", "result1", "result2"))
-        return (x - mean) * scale
+        return (x - mean).mul_(scale)
 
     return _scale_and_shift(meeting, normalised, tuple(range(1, meeting.delta.ndim + 1 - inner)))
 
 
 @register_rule("NativeGroupNormBackward0")
 def group_norm(meeting: Meeting) -> Block | None:
-    """GroupNorm: mean and scale of every example and group were saved."""
-    if meeting.layout.dim != 0 or meeting.delta.shape[0] != meeting.num_examples:
+    """GroupNorm: mean and scale of every example and group were saved.
+
+    Torch's own backward sums over examples; here they are channels of a single one.
+    """
+    if meeting.layout.dim != 0 or meeting.delta.shape[0] != meeting.num_examples or not meeting.operand:
         return None
-    node = meeting.node
 
-    def normalised() -> Tensor:
-        x = meeting.take(saved(node, "input"))
-        mean, scale = (meeting.take(saved(node, key)) for key in ("result1", "result2"))
-        groups = x.flatten(2).unflatten(2, (mean.shape[-1], -1))
-        x_hat: Tensor = (groups - mean.unsqueeze(-1)) * scale.unsqueeze(-1)
-        return x_hat.reshape(x.shape)
+    def both() -> Sequence[Tensor]:
+        node, delta = meeting.node, meeting.taken_delta()
+        x, mean, scale = (meeting.take(saved(node, key)) for key in ("input", "result1", "result2"))
+        count, channels, groups = len(x), x.shape[2], mean.shape[-1]
+        delta, x = (each.reshape(1, count * channels, -1) for each in (delta, x))
+        mean, scale = (each.reshape(1, -1) for each in (mean, scale))
+        sizes = 1, count * channels, x.shape[-1], count * groups
+        back = torch.ops.aten.native_group_norm_backward
+        gain = x.new_empty(count * channels)  # asked for its shape alone
+        found = back(delta, x, mean, scale, gain, *sizes, (False, True, True))
+        return [each.view(count, channels) for each in found[1:]]
 
-    return _scale_and_shift(meeting, normalised, (1, *range(3, meeting.delta.ndim + 1)))
+    return Formed(meeting.once("gain and offset", both)[meeting.operand - 1])
 
 
 @register_rule("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
