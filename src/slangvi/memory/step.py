@@ -202,12 +202,14 @@ class FakePlans(Plans):
         with suppress(Exception), fake_memory() as self.memory:
             self.found = FakeRun(self.memory, *run).find_plan()
 
-    def find(self, nodes: Any, outputs: Any, params: Mapping[str, Tensor], num_examples: int) -> Plan | None:
+    def find(
+        self, nodes: Any, structure: Any, outputs: Any, params: Mapping[str, Tensor], num_examples: int
+    ) -> Plan | None:
         """Return the plan, after passes like those that make one."""
         plan, num_nodes = self.found
         if plan is None or num_nodes != len(nodes) or self.by_definition:
             with self.memory.phase(*CHECK, condition=True):
-                return super().find(nodes, outputs, params, num_examples)
+                return super().find(nodes, structure, outputs, params, num_examples)
         if self.is_due:
             with self.memory.phase(*CHECK):
                 leaves, seeds = list(params.values()), [torch.ones_like(output) for output in outputs]

@@ -129,7 +129,8 @@ class GradientRecorder:
         self.active = False
         self.unrecorded: set[int] = set()  # backward passes that added to p.grad while this was not active
         self._num_passes = 0
-        self._special: tuple[int, list[nn.Module]] | None = None  # modules that may have to be refused
+        self._num_plans = -1  # plans that had been made when modules were last looked at
+        self._special: list[nn.Module] = []  # modules that may have to be refused
         self._last_task = -1  # number of the last backward pass that reached a parameter
         self._backwards: dict[int, Backward] = {}
         self._data: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -153,11 +154,11 @@ class GradientRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record calls and backward passes inside the block; what an earlier block left is dropped."""
-        if self._special is None or self._special[0] != self.plans.num_made:  # another graph may have other modules
-            found = [module for module in self.model.modules() if isinstance(module, SPECIAL)]
-            self._special = self.plans.num_made, found
-        if self._special[1]:
-            check_modules(self.model, self.wants_rows, self._special[1])
+        if self._num_plans != self.plans.num_made:  # another graph may have other modules
+            self._num_plans = self.plans.num_made
+            self._special = [module for module in self.model.modules() if isinstance(module, SPECIAL)]
+        if self._special:
+            check_modules(self.model, self.wants_rows, self._special)
         self._backwards.clear()
         self._detach()
         before, self.active = self.active, True
