@@ -76,11 +76,11 @@ def digits(rows: int | None, rank: int, epochs: int, seed: int) -> dict[str, flo
     return train_network((x[:1300], y[:1300]), (x[1300:], y[1300:]), 100, 100, 0.1, rows, rank, epochs, seed)
 
 
-def mnist(rows: int | None, rank: int, epochs: int, seed: int) -> dict[str, float]:
+def mnist(rows: int | None, rank: int, epochs: int, lr: float, seed: int) -> dict[str, float]:
     """Test NLL and error of a 784-400-400-10 network on MNIST, batches of 200, one draw."""
     parts = load_mnist("train"), load_mnist("test")
     train, test = ((part.x.flatten(1).to(DEVICE), part.y.to(DEVICE)) for part in parts)
-    return train_network(train, test, 400, 200, 0.02, rows, rank, epochs, seed)
+    return train_network(train, test, 400, 200, lr, rows, rank, epochs, seed)
 
 
 def train_network(
@@ -203,7 +203,9 @@ def main() -> None:
         "digits, L = 8, 30 epochs": lambda rows, seed: digits(rows, 8, 30, seed),
         "concrete, L = 4, 60 epochs": lambda rows, seed: uci("concrete", rows, 4, 60, seed),
         "kin8nm, L = 4, 20 epochs": lambda rows, seed: uci("kin8nm", rows, 4, 20, seed),
-        "MNIST, L = 8, 3 epochs": lambda rows, seed: mnist(rows, 8, 3, seed),
+        "MNIST, L = 8, 3 epochs, lr 0.02": lambda rows, seed: mnist(rows, 8, 3, 0.02, seed),
+        "MNIST, L = 8, 3 epochs, lr 0.05": lambda rows, seed: mnist(rows, 8, 3, 0.05, seed),
+        "MNIST, L = 8, 3 epochs, lr 0.1": lambda rows, seed: mnist(rows, 8, 3, 0.1, seed),
     }
     only = sys.argv[1:] or [""]
     for name, run in tasks.items():

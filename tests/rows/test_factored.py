@@ -17,7 +17,6 @@ from slangvi.live_bytes import LiveBytes
 from slangvi.params import ParamSpec
 from slangvi.rows import FactoredGradients, RowGroup, factored
 from slangvi.rows.blocks import Block, Formed, Outer, Patches, Sum, TableRows
-from slangvi.rows.factored import Joined
 from slangvi.types import Routes
 
 SPEC = ParamSpec(
@@ -91,7 +90,6 @@ def assert_products(gradients: FactoredGradients, rows: Tensor, cuts: Sequence[i
     gram, product = torch.zeros(R, R, dtype=rows.dtype), torch.zeros(R, 3, dtype=rows.dtype)
     onto, squares = torch.zeros(4, P, dtype=rows.dtype), torch.zeros(P, dtype=rows.dtype)
     for place, some in gradients.segments(cuts):
-        assert some.height == R
         torch.testing.assert_close(scale * some.form(), rows[:, place])
         gram += scale**2 * some.gram()
         product += scale * some.mm(columns[:, place])
@@ -110,12 +108,10 @@ def places(gradients: FactoredGradients, cuts: Sequence[int] = ()) -> list[tuple
 def formed(gradients: FactoredGradients) -> set[str]:
     """Names of the weights whose rows are formed, in all segments that have some of them."""
     ways: dict[str, set[bool]] = {name: set() for name in FACTORED}
-    for place, some in gradients.segments():
-        for columns, block in some.parts:
-            start, stop = place.start + columns.start, place.start + columns.stop
-            for name in FACTORED:
-                if SPEC.slices[name].start < stop and start < SPEC.slices[name].stop:
-                    ways[name].add(isinstance(block, Formed))
+    for place, rows in gradients.segments():
+        for name in FACTORED:
+            if SPEC.slices[name].start < place.stop and place.start < SPEC.slices[name].stop:
+                ways[name].add(isinstance(rows, Formed))
     assert all(len(way) == 1 for way in ways.values()), "a tensor is formed as a whole or not at all"
     return {name for name, way in ways.items() if way == {True}}
 
@@ -153,9 +149,8 @@ def test_rows_that_are_all_formed_lie_in_one_tensor():
     blocks = {"weight": Outer(randn(6, 1, 1, 2), randn(6, 1, 1, 3)), "bias": Formed(randn(6, 2))}
     routes = Routes(layers="form")
     (segment,) = FactoredGradients(spec, [RowGroup(6, blocks)], randn(1), routes).segments()
-    ((columns, block),) = segment.rows.parts
-    assert isinstance(block, Formed)
-    assert columns == segment.columns == slice(0, 8)
+    assert isinstance(segment.rows, Formed)
+    assert segment.columns == slice(0, 8)
 
 
 @pytest.mark.parametrize("layers", ["auto", "form", "factor"])
@@ -188,30 +183,33 @@ def test_segments_cover_all_columns_once_and_in_order(form_bytes, layers, cuts):
 def test_no_segment_forms_more_than_was_allowed(form_bytes, layers, cuts):
     """But for what cannot be parted: the grain of a tensor, 24 columns here."""
     gradients = operator(Routes(layers, form_bytes=form_bytes))
-    around_unused = set(ENDS[3:5])
-    for _, some in gradients.segments(sorted(cuts | around_unused)):
-        size = sum(block.num_params for _, block in some.parts if isinstance(block, Formed))
+    for _, some in gradients.segments(sorted(cuts)):
+        size = some.num_params if isinstance(some, Formed) else 0
         assert size * COLUMN <= form_bytes or size <= 24
 
 
-def test_columns_without_gradients_are_not_formed():
+def test_columns_without_gradients_take_no_more_memory_than_others():
     spec = ParamSpec(("bias", "unused", "gain"), (torch.Size((10,)), torch.Size((1000, 10)), torch.Size((10,))))
     blocks = {"bias": Formed(randn(6, 10)), "gain": Formed(randn(6, 10))}
     routes = Routes(form_bytes=30 * COLUMN)
     gradients = FactoredGradients(spec, [RowGroup(6, blocks)], randn(1), routes)
     with LiveBytes() as memory:
         assert places(gradients)[-1][1] == 10_020
-    assert memory.peak <= 30 * COLUMN
+    assert memory.peak <= 30 * COLUMN + 8
 
 
 def test_without_need_there_is_one_segment():
-    gradients = operator(None)
+    gradients = operator(Routes("form"))
     assert places(gradients) == [(0, SPEC.num_params)]
     assert places(gradients, ENDS[-1:]) == [(0, SPEC.num_params)]
 
 
+def test_what_stays_as_factors_is_a_segment_of_its_own():
+    assert places(operator(None)) == [(0, ENDS[1]), (ENDS[1], ENDS[2]), (ENDS[2], ENDS[3]), (ENDS[3], ENDS[-1])]
+
+
 def test_cuts_make_segments_and_no_others():
-    assert places(operator(None), [ENDS[1], ENDS[3]]) == [(0, 28), (28, 57), (57, SPEC.num_params)]
+    assert places(operator(Routes("form")), [ENDS[1], ENDS[3]]) == [(0, 28), (28, 57), (57, SPEC.num_params)]
 
 
 def test_what_does_not_fit_takes_more_than_one_segment():
@@ -370,23 +368,6 @@ def test_no_gradient_at_all_is_zero():
     assert_products(gradients, torch.zeros(3, SPEC.num_params, dtype=torch.float64), ENDS)
 
 
-# ---- rows side by side
-
-
-def test_columns_without_a_parameter_are_zero():
-    block = Outer(randn(4, 1, 1, 2), randn(4, 1, 1, 3))
-    joined = Joined([(slice(2, 8), block)], 4, 10, randn(1))
-    rows = torch.cat([torch.zeros(4, 2).double(), block.form(), torch.zeros(4, 2).double()], 1)
-    columns, weights, onto = randn(3, 10), randn(4, 2), randn(2, 10)
-    torch.testing.assert_close(joined.form(), rows)
-    torch.testing.assert_close(joined.square_sum(), rows.square().sum(0))
-    torch.testing.assert_close(joined.gram(), rows @ rows.T)
-    torch.testing.assert_close(joined.mm(columns), rows @ columns.T)
-    expected = onto + weights.T @ rows
-    joined.add_t_mm(weights, onto)
-    torch.testing.assert_close(onto, expected)
-
-
 @pytest.mark.parametrize("most", [3, 4, 6, 8, 1 << 24])
 def test_parts_of_layers_that_share_a_delta_are_told_apart(monkeypatch, most):
     """Segments of a weight and its bias hold parts of the same δ, which must not be taken for one another."""
@@ -401,7 +382,7 @@ def test_parts_of_layers_that_share_a_delta_are_told_apart(monkeypatch, most):
     }
     gradients = FactoredGradients(spec, [RowGroup(5, blocks)], left, Routes(layers="factor"))
     rows = torch.cat([block.form() for block in blocks.values()], dim=1)
-    assert (len(places(gradients)) == 1) is (most > spec.num_params)
+    assert (len(places(gradients)) == 4) is (most > 12)
     torch.testing.assert_close(products_of(gradients, left[:, 0, 0], rows)[0], rows @ rows.T)
     torch.testing.assert_close(gradients.square_sum(), rows.square().sum(0))
 
@@ -422,28 +403,10 @@ def test_models_have_the_same_gradients_by_every_route(name, layers, form_bytes)
     torch.testing.assert_close(gradients.square_sum(), rows.square().sum(0), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("layers", ["form", "factor", "auto"])
-@pytest.mark.parametrize("most", [1, 7, 30, 10_000])
-def test_pieces_of_a_segment_cover_its_columns_and_have_its_rows(layers, most):
-    for segment in operator(Routes(layers=layers)).segments():
-        end, width = 0, segment.columns.stop - segment.columns.start
-        whole, squares = segment.rows.form(), segment.rows.square_sum()
-        weights = randn(segment.rows.height, 2)
-        for columns, rows in segment.rows.pieces(most):
-            assert columns.start == end
-            end = columns.stop
-            torch.testing.assert_close(rows.form(), whole[:, columns])
-            torch.testing.assert_close(rows.square_sum(), squares[columns])
-            onto = torch.zeros(2, end - columns.start).to(weights)
-            rows.add_t_mm(weights, onto)
-            torch.testing.assert_close(onto, weights.T @ whole[:, columns])
-        assert end == width
-
-
 def test_rows_below_are_those_of_the_factor_that_is_given():
     gradients = operator(Routes("form"))
     first, second = randn(2, SPEC.num_params), randn(2, SPEC.num_params)
     for factor in (first, second, second.mul_(2)):
         for place, some in gradients.segments((), factor):
             if some.space is not None:
-                torch.testing.assert_close(some.space[some.height :], factor[:, place])
+                torch.testing.assert_close(some.space[some.num_rows :], factor[:, place])

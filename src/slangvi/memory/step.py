@@ -19,13 +19,12 @@ from slangvi.errors import UnsupportedModuleError
 from slangvi.linalg import products
 from slangvi.memory.fake import FakeMemory, fake_memory
 from slangvi.methods import slang
-from slangvi.methods import step as steps
 from slangvi.methods.gather import RowGatherer, dense_gatherer
 from slangvi.out_of_memory import tensors_in
 from slangvi.params import Params, ParamSpec
 from slangvi.params.values import per_parameter
 from slangvi.priors import Prior
-from slangvi.rows import FactoredGradients, Formed, GradientRecorder, Plan, Plans, RowGroup, make_plan
+from slangvi.rows import FactoredGradients, Formed, GradientRecorder, Plan, Plans, RowGroup, factored, make_plan
 from slangvi.rows.nodes import walk
 from slangvi.rows.operator import GradientOperator
 from slangvi.rows.recorder import check_sums
@@ -87,8 +86,7 @@ class FakeRun:
                 before = replace(state, loc=state.loc.clone()) if is_optimizer else state
                 new, info = slang.update(state, gradients, num_data=1, prior=prior, lr=Rate(0.1), in_place=is_optimizer)
                 step_length(before, new, prior, 0.1, 0.9)
-            for rows in gradients.kept_rows():  # for both passes over the segments; others are temporaries
-                memory.label(tensors_in(getattr(rows, "parts", vars(rows))), "rows", of=UPDATE[1])
+            memory.label(tensors_in(vars(gradients)), "rows", of=UPDATE[1])  # for both passes over the segments
         memory.label([] if is_optimizer else new.tensors, "next_state")
         del kept, gradients, state, before
         assert info.step  # the new state stays, and what is known about the step
@@ -225,7 +223,11 @@ class FakePlans(Plans):
 @contextmanager
 def _few_slices(num_params: int, rank: int) -> Iterator[None]:
     """Let a CPU take larger slices of long vectors than its cache holds: Python takes as long for a small one."""
-    sizes = ((products, "_CACHED", num_params), (steps, "_PIECE", num_params * rank))
+    sizes = (
+        (products, "_CACHED", num_params),
+        (factored, "CPU_COLUMNS", num_params),
+        (factored, "CPU_ENTRIES", num_params * max(1, rank)),
+    )
     with ExitStack() as stack:
         for module, name, size in sizes:
             stack.callback(setattr, module, name, getattr(module, name))

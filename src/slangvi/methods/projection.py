@@ -8,7 +8,7 @@ matrix over all parts, `decide` turns it into weights, and `project` gives the n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,22 +39,22 @@ class Part(NamedTuple):
     """Some columns of a step; leading dimensions are runs in lockstep.
 
     Args:
-        columns: place in the flat vector.
         factor: U by rows, (..., L, n).
         diag: d, (..., n).
         new_factor: memory for U⁺, which may be that of U.
         new_diag: memory for d⁺, which may be that of d.
+        columns: place in the flat vector.
         rows: per-example gradients.
         prior_precision: λ, (..., n).
         precision_lr: β, a number, or (..., 1) where runs differ.
         gain: β times the weight of a squared row in Ĝ; likewise.
     """
 
-    columns: slice
     factor: Tensor
     diag: Tensor
     new_factor: Tensor
     new_diag: Tensor
+    columns: slice
     rows: SegmentRows
     prior_precision: Tensor
     precision_lr: Number
@@ -127,44 +127,39 @@ class LeadingEigenvectors:
 
     Args:
         factor: U by rows, (..., L, P).
+        height: R, rows of gradients.
         route: see `choose_route`.
     """
 
-    def __init__(self, factor: Tensor, route: Route = "gram") -> None:
-        self.factor, self.route = factor, route
-        self.rank = factor.shape[-2]
-        self.dtype = factor.dtype
-        self._last: tuple[tuple[Any, ...], Tensor] | None = None
+    def __init__(self, factor: Tensor, height: int, route: Route = "gram") -> None:
+        self.factor, self.height, self.route = factor, height, route
+        self.rank, self.dtype = factor.shape[-2], factor.dtype
+        self._last: tuple[Number, Tensor, Tensor] | None = None  # β, W, and Wᵀ with the weights of U and the rows
 
     def observe(self, parts: Callable[[], Iterable[Part]]) -> Tensor:
         """Return the Gram CCᵀ, or A itself; of a Gram that is not formed the diagonal, as a vector."""
         if self.route == "parameters":
             return self._whole_matrix(parts())
         # Parts that share β are added up before they are weighted: what is small takes a GPU as long as what is not.
-        sums: list[tuple[Part, Tensor]] = []
+        sums: list[tuple[Number, Number, Tensor]] = []
         for part in parts():
             small = self._gram(part) if self.route == "gram" else self._diagonal(part)
-            if sums and sums[-1][0].precision_lr is part.precision_lr:
-                sums[-1][1].add_(small)
+            if sums and sums[-1][0] is part.precision_lr:
+                sums[-1][2].add_(small)
             else:
-                sums.append((part._replace(rows=None), small))  # type: ignore[arg-type]
-        (_, total), *others = [(part, self._weight(part, small)) for part, small in sums]
-        for _, small in others:
-            total += small
-        return total
-
-    def _weight(self, part: Part, small: Tensor) -> Tensor:
-        """Multiply the rows and columns of a small matrix by √(1−β) and √gain, or a vector by 1−β and gain."""
-        keep, gain, height = 1 - part.precision_lr, part.gain, small.shape[-1] - self.rank
-        if self.route != "gram":
-            small[..., :1] *= gain
-            small[..., 1:] *= keep
-            return small
-        small[..., :height, :height] *= _matrix(gain)
-        small[..., height:, height:] *= _matrix(keep)
-        small[..., :height, height:] *= _matrix((keep * gain) ** 0.5)
-        small[..., height:, :height] *= _matrix((keep * gain) ** 0.5)
-        return small
+                sums.append((part.precision_lr, part.gain, small))
+        height = self.height if self.route == "gram" else 1
+        for beta, gain, small in sums:
+            keep, gain = _matrix(1 - beta), _matrix(gain)
+            if self.route != "gram":
+                small[..., :height] *= gain
+                small[..., height:] *= keep
+                continue
+            small[..., :height, :height] *= gain
+            small[..., height:, height:] *= keep
+            small[..., :height, height:] *= (keep * gain) ** 0.5
+            small[..., height:, :height] *= (keep * gain) ** 0.5
+        return sums[0][2] if len(sums) == 1 else torch.stack([small for _, _, small in sums]).sum(0)
 
     def _whole_matrix(self, parts: Iterable[Part]) -> Tensor:
         """A itself, float64, (..., P, P)."""
@@ -178,16 +173,8 @@ class LeadingEigenvectors:
         """[[GGᵀ, GUᵀ], [UGᵀ, UUᵀ]] of one part, float64."""
         if part.rows.space is not None:
             return gram_float64(part.rows.space)
-        rows = part.rows.gram()
-        height = rows.shape[-1]
-        size = height + self.rank
-        small = rows.new_empty(*rows.shape[:-2], size, size, dtype=torch.float64)
-        small[..., :height, :height] = rows
-        if self.rank:
-            small[..., height:, height:] = gram_float64(part.factor)
-            small[..., :height, height:] = cross = part.rows.mm(part.factor)
-            small[..., height:, :height] = cross.mT
-        return small
+        rows, cross = part.rows.gram().double(), part.rows.mm(part.factor).double()
+        return torch.cat([torch.cat([rows, cross], -1), torch.cat([cross.mT, gram_float64(part.factor)], -1)], -2)
 
     def _diagonal(self, part: Part) -> Tensor:
         """ΣG² and ΣU² of one part, float64, (..., 2)."""
@@ -198,8 +185,7 @@ class LeadingEigenvectors:
         """Return the leading eigenvectors as weights of U and the rows."""
         rank, tolerance = self.rank, TOLERANCE.get(self.dtype, 0.0)
         if self.route == "diagonal":
-            height = next(iter(parts())).rows.height
-            none = self.factor.new_empty(*self.factor.shape[:-2], height, 0, dtype=torch.float64)
+            none = self.factor.new_empty(*self.factor.shape[:-2], self.height, 0, dtype=torch.float64)
             return Decision(none, none[..., 0, :].to(self.dtype), none.sum((-2, -1)))
         if self.route == "applied":
             pairs = self._applied_pairs(parts, tolerance)
@@ -223,7 +209,7 @@ class LeadingEigenvectors:
 
     def _applied_pairs(self, parts: Callable[[], Iterable[Part]], tolerance: float) -> Eigenpairs | None:
         """Return the leading eigenpairs without ever forming the Gram; None if the iteration is too slow."""
-        rank, height = self.rank, next(iter(parts())).rows.height
+        rank, height = self.rank, self.height
         like = self.factor.new_empty(rank + height, 0, dtype=torch.float64)
         start = torch.eye(height + rank, rank, dtype=torch.float64, device=like.device).flip(0)
 
@@ -243,33 +229,25 @@ class LeadingEigenvectors:
         found, done = iterate(apply, starting_block(like, rank, start), rank, 10 * tolerance)
         return found if bool(done) else None
 
-    def _scaled(self, part: Part, weights: Tensor) -> Tensor:
-        """Return Wᵀ (..., K, R + L) with √(1−β) and √gain multiplied in, where and in the dtype that U is in.
-
-        They are multiplied in before anything is rounded: the rounding of √(1−β) would be the same at every step.
-        """
-        key = part.precision_lr, weights
-        if self._last is None or any(a is not b for a, b in zip(self._last[0], key, strict=True)):
-            keep, gain = _matrix((1 - part.precision_lr) ** 0.5), _matrix(part.gain**0.5)
-            height = weights.shape[-2] - self.rank
-            both = torch.cat([weights[..., :height, :] * gain, weights[..., height:, :] * keep], -2).mT
-            self._last = key, both.contiguous().to(self.factor.device, self.dtype, non_blocking=True)
-        return self._last[1]
-
     def _combine(self, part: Part, weights: Tensor, out: Tensor) -> None:
         """Write WᵀC of one part for W (..., R + L, K) to `out`, (..., K, n), which may be the part's own U."""
-        scaled = self._scaled(part, weights)
+        if self._last is None or self._last[0] is not part.precision_lr or self._last[1] is not weights:
+            # √(1−β) and √gain are multiplied in before anything is rounded, or √(1−β) would be rounded alike each step.
+            keep, gain = _matrix((1 - part.precision_lr) ** 0.5), _matrix(part.gain**0.5)
+            both = torch.cat([weights[..., : self.height, :] * gain, weights[..., self.height :, :] * keep], -2).mT
+            scaled = both.contiguous().to(self.factor.device, self.dtype, non_blocking=True)
+            self._last = part.precision_lr, weights, scaled
+        scaled = self._last[2]
         if part.rows.space is not None:
             mix_rows(scaled, part.rows.space, out)
             return
-        height = scaled.shape[-1] - self.rank
-        mix_rows(scaled[..., height:], part.factor, out)
+        mix_rows(scaled[..., self.height :], part.factor, out)
         if self.rank:
-            part.rows.add_t_mm(scaled[..., :height].mT, out)
+            part.rows.add_t_mm(scaled[..., : self.height].mT, out)
 
     def project(self, part: Part, decision: Decision) -> Tensor:
         """Write the new precision of one part; return what rounding would take from d⁺."""
-        beta, precision = part.precision_lr, part.prior_precision
+        beta, gain = (x.to(self.dtype) if isinstance(x, Tensor) else x for x in (part.precision_lr, part.gain))
         old, new = column_squares(part.factor), part.rows.square_sum()
         if self.route == "parameters":
             part.new_factor.copy_(decision.weights.mT[..., part.columns])
@@ -280,27 +258,17 @@ class LeadingEigenvectors:
         # it has the rounding of a share β. Whatever U⁺ does not hold is added with the sign that rounding may give it:
         # the next step has the same rounding of U⁺ with the other sign.
         left = old - column_squares(part.new_factor)
-        _add_times(left, old, -beta)
-        _add_times(left, new, part.gain)
-        base = torch.lerp(part.diag, precision, _fitted(beta, part.diag))
+        for vector, share in ((old, -beta), (new, gain)):
+            if isinstance(share, Tensor):
+                left.addcmul_(vector, share)
+            else:
+                left.add_(vector, alpha=share)
+        base = torch.lerp(part.diag, part.prior_precision, beta)
         left += base
-        torch.maximum(left, torch.minimum(base, precision, out=base), out=part.new_diag)
+        torch.maximum(left, torch.minimum(base, part.prior_precision, out=base), out=part.new_diag)
         return torch.sub(part.new_diag, left, out=left).sum(-1)
-
-
-def _add_times(onto: Tensor, vector: Tensor, number: Number) -> None:
-    """Add a vector times a number to another."""
-    if isinstance(number, Tensor):
-        onto.addcmul_(vector, number.to(vector.dtype))
-    else:
-        onto.add_(vector, alpha=number)
 
 
 def _matrix(number: Number) -> Number:
     """Return a number of each run, (..., 1), as a factor of its small matrices, (..., 1, 1)."""
     return number.unsqueeze(-1) if isinstance(number, Tensor) and number.ndim else number
-
-
-def _fitted(number: Number, like: Tensor) -> Number:
-    """Return a number in the dtype of a tensor, so that no vector is widened."""
-    return number.to(like.dtype) if isinstance(number, Tensor) else number

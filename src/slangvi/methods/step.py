@@ -14,10 +14,9 @@ bounds on the new state, before the second pass. Where they are not clear it wor
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +36,6 @@ from slangvi.schedules import Rate
 __all__ = ["GRADIENT_REMEDY", "STATE_REMEDY", "Diagnostics", "Rates", "Tensors", "collect_diagnostics", "take_step"]
 
 Number = float | Tensor
-# Columns, and entries of the factor, that a CPU makes at once: temporaries then stay in its cache.
-_COLUMNS = 1 << 17
-_PIECE = 1 << 21
 GRADIENT_REMEDY = (
     "Look for NaN, Inf or huge values (squares must fit the dtype) in the inputs and the loss, or skip this batch."
 )
@@ -124,20 +120,26 @@ class Step:
         self.ends = _ends(spec, rates.precision_lr)
         rank, size = old.prec_factor.shape[-2:]
         route = choose_route(rank, size, gradients, old.loc.dtype)
-        self.projection: Projection = LeadingEigenvectors(old.prec_factor, route)
+        self.projection: Projection = LeadingEigenvectors(old.prec_factor, gradients.height, route)
 
-    def parts(self, most: int | None = None) -> Iterator[Part]:
-        """Yield the segments of the precision with their rows, in pieces of at most so many columns if it is given."""
-        cuts = [end for end, _ in self.ends]
-        for place, rows in self.gradients.segments(cuts, self.old.prec_factor):
-            beta, start = self.ends[bisect_right(cuts, place.start)][1], place.start
-            is_small = most is None or place.stop - start <= most
-            pieces = [(slice(0, place.stop - start), rows)] if is_small else rows.pieces(most or 0)
-            for cut, some in pieces:
-                columns = slice(start + cut.start, start + cut.stop)
-                old, new = ((x.prec_factor[..., columns], x.prec_diag[..., columns]) for x in (self.old, self.new))
-                gain = beta * self.weight * self.gradients.scale**2
-                yield Part(columns, *old, *new, some, self.prior.precision[..., columns], beta, gain)
+    def parts(self) -> Iterator[Part]:
+        """Yield the segments of the precision with their rows."""
+        old, new, place = self.old, self.new, 0
+        for columns, rows in self.gradients.segments([end for end, _ in self.ends], old.prec_factor):
+            while columns.start >= self.ends[place][0]:
+                place += 1
+            beta = self.ends[place][1]
+            yield Part(
+                old.prec_factor[..., columns],
+                old.prec_diag[..., columns],
+                new.prec_factor[..., columns],
+                new.prec_diag[..., columns],
+                columns,
+                rows,
+                self.prior.precision[..., columns],
+                beta,
+                beta * self.weight * self.gradients.scale**2,
+            )
 
     # ---- the passes
 
@@ -204,25 +206,27 @@ class Step:
 
     def update_precision(self, decision: Decision) -> Tensor:
         """Write U⁺ and d⁺; return the sum of what rounding would have taken from d⁺ below its bound, (...)."""
-        rank = self.old.prec_factor.shape[-2]
-        most = min(_COLUMNS, max(1, _PIECE // max(1, rank))) if self.old.loc.device.type == "cpu" else None
-        clipped = [self.projection.project(part, decision) for part in self.parts(most)]
+        clipped = [self.projection.project(part, decision) for part in self.parts()]
         return clipped[0] if len(clipped) == 1 else torch.stack(clipped).sum(0)
 
     def update_mean(self, precision: LowRankPrecision) -> None:
         """Write m⁺ and μ⁺, given the new precision."""
+        old, size = self.old, self.old.loc.shape[-1]
+        weight, alpha, gamma, correction = (
+            x.to(old.loc.dtype) if isinstance(x, Tensor) else x
+            for x in (self.weight, self.rates.lr, self.rates.momentum, self.rates.correction)
+        )
         for cut in cache_slices(self.total):
-            self._slope(cut)
+            gamma_here, correction_here = (
+                x[cut] if isinstance(x, Tensor) and x.shape == (size,) else x for x in (gamma, correction)
+            )
+            slope = self.total[..., cut]
+            slope.mul_(weight).lerp_(old.momentum[..., cut], gamma_here)
+            self.new.momentum[..., cut] = slope
+            away = old.loc[..., cut] - self.prior.mean[..., cut]
+            slope.div_(correction_here).addcmul_(self.prior.precision[..., cut], away)
         change = precision.solve(self.total, in_place=True)
-        torch.sub(self.old.loc, change.mul_(_fit(self.rates.lr, change)), out=self.new.loc)
-
-    def _slope(self, cut: slice) -> None:
-        """Write m⁺ of some columns, and put the gradient of the mean in the place of that of the likelihood."""
-        loc, slope, size = self.old.loc[..., cut], self.total[..., cut], self.old.loc.shape[-1]
-        gamma, correction = (_fit(_cut(x, cut, size), loc) for x in (self.rates.momentum, self.rates.correction))
-        slope.mul_(_fit(self.weight, loc)).lerp_(self.old.momentum[..., cut], gamma)
-        self.new.momentum[..., cut] = slope
-        slope.div_(correction).addcmul_(self.prior.precision[..., cut], loc - self.prior.mean[..., cut])
+        torch.sub(old.loc, change.mul_(alpha), out=self.new.loc)
 
 
 def take_step(
@@ -307,13 +311,3 @@ def _ends(spec: ParamSpec, rate: Rate) -> Sequence[tuple[int, Number]]:
             found.pop()
         found.append((spec.slices[name].stop, beta))
     return found
-
-
-def _cut(number: Number, place: slice, size: int) -> Number:
-    """Return the part of a number that differs by column."""
-    return number[place] if isinstance(number, Tensor) and number.shape == (size,) else number
-
-
-def _fit(number: Number, like: Tensor) -> Any:
-    """Return a number in the dtype of a tensor, so that vectors are not widened."""
-    return number.to(like.dtype) if isinstance(number, Tensor) else number

@@ -33,30 +33,16 @@ class Block(ABC):
     Products are taken of the formed rows unless a kind of block knows better.
     """
 
-    # Whether products need no formed rows.
-    is_factored = False
-    # Columns that `narrow` cannot part: it takes multiples of this number.
-    grain = 1
-
-    @property
-    @abstractmethod
-    def num_rows(self) -> int:
-        """R."""
-
-    @property
-    @abstractmethod
-    def num_params(self) -> int:
-        """Entries of the parameter tensor, p."""
+    num_rows: int  # R
+    num_params: int  # p
+    space: Tensor | None = None  # see `SegmentRows.space`
+    is_factored = False  # whether products need no formed rows
+    grain = 1  # columns that `narrow` cannot part: it takes multiples of this number
 
     @property
     def costs(self) -> tuple[int, int]:
         """Multiplications of `gram`, and of `mm` or `add_t_mm` for one column."""
         return self.num_rows**2 * self.num_params, self.num_rows * self.num_params
-
-    @property
-    def temporary(self) -> int:
-        """Entries that `mm` and `add_t_mm` allocate for one column."""
-        return 0
 
     @abstractmethod
     def form(self, out: Tensor | None = None) -> Tensor:
@@ -110,25 +96,20 @@ class Block(ABC):
             yield self.narrow(start, min(start + step, self.num_params))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Formed(Block):
     """Gradients as they are: of small tensors (biases, norms), and of nodes without a rule.
 
     Args:
         rows: (R, p).
+        space: tensor whose first rows they are, and whose others are those of the factor, if they lie so.
     """
 
     rows: Tensor
+    space: Tensor | None = None
 
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return self.rows.shape[0]
-
-    @property
-    def num_params(self) -> int:
-        """Columns of the rows, p."""
-        return self.rows.shape[1]
+    def __post_init__(self) -> None:
+        self.num_rows, self.num_params = self.rows.shape
 
     def form(self, out: Tensor | None = None) -> Tensor:
         """Return the rows."""
@@ -151,13 +132,12 @@ class Formed(Block):
         return Formed(self.rows * factor)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Outer(Block):
     """Sums of outer products, g_r = Σ_t δ_rt ⊗ a_rt: weights of linear layers.
 
-    With one group and one position nothing is ever formed. Draws of the weights that saw the same inputs share one copy
-    of them: `right` may have R/S rows, row r of `left` then belongs to row r mod R/S of `right`. Work on the inputs is
-    done once instead of S times.
+    With one group and one position products need no formed rows. Draws of the weights that saw the same inputs share one
+    copy of them: `right` may have R/S rows, row r of `left` then belongs to row r mod R/S of `right`.
 
     Args:
         left: δ, (R, G, T, O).
@@ -167,30 +147,13 @@ class Outer(Block):
     left: Tensor
     right: Tensor
 
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return self.left.shape[0]
-
-    @property
-    def num_params(self) -> int:
-        """G·O·I."""
-        return self.left.shape[1] * self.left.shape[3] * self.right.shape[3]
-
-    @property
-    def copies(self) -> int:
-        """Return S, how often each row of `right` is used."""
-        return self.left.shape[0] // max(1, self.right.shape[0])
-
-    @property
-    def is_factored(self) -> bool:  # type: ignore[override]
-        """Tell whether there is one group and one position."""
-        return self.left.shape[1] == self.left.shape[2] == 1
-
-    @property
-    def grain(self) -> int:  # type: ignore[override]
-        """I, or all columns where there are several groups."""
-        return self.right.shape[3] if self.left.shape[1] == 1 else self.num_params
+    def __post_init__(self) -> None:
+        self.num_rows, groups, positions, outputs = self.left.shape
+        inputs = self.right.shape[3]
+        self.num_params = groups * outputs * inputs
+        self.grain = inputs if groups == 1 else self.num_params
+        self.is_factored = groups == positions == 1
+        self.copies = self.num_rows // max(1, len(self.right))  # S
 
     @property
     def costs(self) -> tuple[int, int]:
@@ -199,11 +162,6 @@ class Outer(Block):
             return super().costs
         R, O, inputs, I = self.num_rows, self.left.shape[3], len(self.right), self.right.shape[3]  # noqa: E741
         return R * R * O + inputs * inputs * I, O * (inputs * I + R)
-
-    @property
-    def temporary(self) -> int:
-        """R·O."""
-        return self.left.shape[0] * self.left.shape[3] if self.is_factored else 0
 
     def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, (R, p)."""
@@ -242,7 +200,12 @@ class Outer(Block):
 
     def square_sum(self) -> Tensor:
         """Return (δ²)ᵀ(a²), (p,)."""
-        return Outer(self.left.square(), self.right.square()).sum() if self.is_factored else super().square_sum()
+        if not self.is_factored:
+            return super().square_sum()
+        left, right = self.left[:, 0, 0].square(), self.right[:, 0, 0].square()
+        if self.copies > 1:
+            left = left.unflatten(0, (self.copies, -1)).sum(0)
+        return (left.mT @ right).flatten()
 
     def gram(self) -> Tensor:
         """Return δδᵀ ∘ aaᵀ, the latter repeated for draws that share their inputs, (R, R)."""
@@ -302,7 +265,7 @@ class Outer(Block):
         return Outer(self.right, self.left) if self.left.shape[1] == 1 == self.copies else None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Patches(Block):
     """Outer products with patches of images, which are many times larger than the images and made when they are needed.
 
@@ -318,20 +281,10 @@ class Patches(Block):
     width: int
     open: Callable[[Tensor], Tensor]
 
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return self.left.shape[0]
-
-    @property
-    def num_params(self) -> int:
-        """G·O·I."""
-        return self.left.shape[1] * self.left.shape[3] * self.width
-
-    @property
-    def grain(self) -> int:  # type: ignore[override]
-        """I, or all columns where there are several groups."""
-        return self.width if self.left.shape[1] == 1 else self.num_params
+    def __post_init__(self) -> None:
+        self.num_rows, groups, _, outputs = self.left.shape
+        self.num_params = groups * outputs * self.width
+        self.grain = self.width if groups == 1 else self.num_params
 
     def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, some rows of x at a time, (R, p)."""
@@ -376,7 +329,7 @@ class Patches(Block):
         return replace(self, left=self.left * factor)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TableRows(Block):
     """Gradients that touch few rows of a table: embeddings. Entry (r, t) adds `values[r, t]` to row `index[r, t]`.
 
@@ -392,30 +345,14 @@ class TableRows(Block):
 
     is_factored = True
 
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return self.index.shape[0]
-
-    @property
-    def num_params(self) -> int:
-        """V·D."""
-        return self.table_rows * self.values.shape[-1]
-
-    @property
-    def grain(self) -> int:  # type: ignore[override]
-        """D."""
-        return self.values.shape[-1]
+    def __post_init__(self) -> None:
+        self.num_rows, self.grain = len(self.index), self.values.shape[-1]
+        self.num_params = self.table_rows * self.grain
 
     @property
     def costs(self) -> tuple[int, int]:
         """Multiplications of all pairs of entries, and of every entry once."""
         return self.index.numel() ** 2 * self.values.shape[-1], self.values.numel()
-
-    @property
-    def temporary(self) -> int:
-        """R·T·D."""
-        return self.values.numel()
 
     def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, (R, p)."""
@@ -453,14 +390,20 @@ class TableRows(Block):
 
     def mm(self, rows: Tensor) -> Tensor:
         """Return G Cᵀ for C (K, p), (R, K)."""
-        seen = rows.unflatten(1, (self.table_rows, self.grain))[:, self.index]
-        found: Tensor = (seen * self.values).sum((2, 3)).mT
-        return found
+        seen = (part.unflatten(1, (self.table_rows, self.grain))[:, self.index] for part in self._some_of(rows))
+        return torch.cat([part.mul_(self.values).sum((2, 3)) for part in seen]).mT
 
     def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
         """Add Wᵀ G for W (R, K) to a (K, p) tensor."""
-        shares = weights.mT[..., None, None] * self.values
-        onto.unflatten(1, (self.table_rows, self.grain)).index_add_(1, self.index.flatten(), shares.flatten(1, 2))
+        for weight, part in zip(self._some_of(weights.mT), self._some_of(onto), strict=True):
+            shares = (weight[..., None, None] * self.values).flatten(1, 2)
+            part.unflatten(1, (self.table_rows, self.grain)).index_add_(1, self.index.flatten(), shares)
+
+    def _some_of(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return a tensor in pieces of few rows, for each of which a product holds one number for each value."""
+        limit = GPU_CHUNK_BYTES if rows.is_cuda else CHUNK_BYTES
+        pieces: tuple[Tensor, ...] = rows.split(max(1, limit // max(1, self.values.nbytes)))
+        return pieces
 
     def narrow(self, start: int, stop: int) -> TableRows:
         """Return some rows of the table; entries of others count zero."""
@@ -498,7 +441,7 @@ class TableRows(Block):
         return row, word.flatten(), values.flatten(0, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Several(Block):
     """Blocks of one tensor that are put together when they are formed.
 
@@ -508,15 +451,9 @@ class _Several(Block):
 
     parts: tuple[Block, ...]
 
-    @property
-    def num_params(self) -> int:
-        """Entries of the tensor, p."""
-        return self.parts[0].num_params
-
-    @property
-    def grain(self) -> int:  # type: ignore[override]
-        """Smallest number of columns that no part has to cut."""
-        return math.lcm(*(part.grain for part in self.parts))
+    def __post_init__(self) -> None:
+        self.num_rows, self.num_params = self.parts[0].num_rows, self.parts[0].num_params
+        self.grain = math.lcm(*(part.grain for part in self.parts))
 
     def sum(self) -> Tensor:
         """Return Σ_r g_r, (p,)."""
@@ -538,11 +475,6 @@ class _Several(Block):
 class Sum(_Several):
     """Gradients of a tensor that is used in several ways, such as a table that is an output layer as well."""
 
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return self.parts[0].num_rows
-
     def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, (R, p)."""
         first, *others = self.parts
@@ -557,10 +489,9 @@ class Sum(_Several):
 class Stacked(_Several):
     """Rows of several passes, one below the other, that have no common factors."""
 
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return sum(part.num_rows for part in self.parts)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_rows = sum(part.num_rows for part in self.parts)
 
     def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, (R, p)."""

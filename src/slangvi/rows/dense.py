@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from slangvi.linalg.products import batch_matmul
 from slangvi.params import Params, ParamSpec
+from slangvi.rows.operator import Segment
 
 __all__ = ["DenseGradients", "Together", "batch_size", "draws_at_once", "per_example_gradients", "slice_batch"]
 
@@ -59,22 +60,14 @@ class DenseGradients:
         """In units of P multiplications, which all products share."""
         return self.num_rows**2, self.num_rows
 
-    def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterator[tuple[slice, DenseGradients]]:
+    def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterator[Segment]:
         """Yield all columns, or those between the cuts."""
         inner = [cut for cut in cuts if cut < self._width]
         if not inner:
-            yield slice(0, self._width), self
+            yield Segment(slice(0, self._width), self)
             return
         for start, stop in pairwise([0, *inner, self._width]):
-            yield slice(start, stop), self._narrowed(start, stop)
-
-    def kept_rows(self) -> list[DenseGradients]:
-        """Return the rows, which are all kept or none."""
-        return [self]
-
-    def pieces(self, most: int) -> Iterator[tuple[slice, DenseGradients]]:
-        """Yield all columns: rows may have to be computed again for each piece."""
-        yield slice(0, self._width), self
+            yield Segment(slice(start, stop), self._narrowed(start, stop))
 
     def _narrowed(self, start: int, stop: int) -> DenseGradients:
         """Return some columns of all rows."""

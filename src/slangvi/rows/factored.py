@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slangvi.params import ParamSpec
 from slangvi.rows.blocks import Block, Formed, TableRows, stack
+from slangvi.rows.operator import Segment
 from slangvi.types import Routes
 
-__all__ = ["FactoredGradients", "Joined", "RowGroup", "Segment"]
+__all__ = ["FactoredGradients", "RowGroup"]
 
-# Most columns of a segment, whatever its rows take.
+# Most columns of a segment, whatever its rows take, and on a CPU, most entries of its rows and those of the factor:
+# temporaries that are used twice in a row should still be in the cache the second time.
 MOST_COLUMNS = 1 << 24
-# On a CPU, temporaries that are used twice in a row should still be in its cache the second time.
-CACHE_BYTES = 1 << 21
+CPU_COLUMNS, CPU_ENTRIES = 1 << 17, 1 << 21
 # Bytes of formed rows that are always allowed.
 LEAST_FORMED = 1 << 28
 # It takes less time to form rows than to work with factors where there are so few entries, or on a GPU so few rows.
@@ -61,113 +61,6 @@ class RowGroup:
         return replace(self, scale=self.scale * factor)
 
 
-class Joined:
-    """Rows of several parameters side by side, with the products that a step takes of them.
-
-    Args:
-        parts: place of each parameter in the columns, and its rows; columns without a parameter are zero.
-        height: R.
-        width: number of columns.
-        like: tensor whose dtype and device the results have.
-        chunk_bytes: largest temporary of a product.
-        space: rows of the only part and below them those of the factor, in one tensor (R + L, n), if they are.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[slice, Block]],
-        height: int,
-        width: int,
-        like: Tensor,
-        chunk_bytes: int = 1 << 26,
-        space: Tensor | None = None,
-    ) -> None:
-        self.parts, self.height, self.width, self.like, self.chunk_bytes = parts, height, width, like, chunk_bytes
-        self.space = space
-
-    def square_sum(self) -> Tensor:
-        """Return Σ_r g_r ∘ g_r, (n,)."""
-        found = self.like.new_zeros(self.width)
-        for columns, block in self.parts:
-            found[columns] = block.square_sum()
-        return found
-
-    def gram(self) -> Tensor:
-        """Return G Gᵀ, (R, R)."""
-        found = self.like.new_zeros(self.height, self.height)
-        for _, block in self.parts:
-            found += block.gram()
-        return found
-
-    def mm(self, rows: Tensor) -> Tensor:
-        """Return G Cᵀ, (K, n) → (R, K)."""
-        found = self.like.new_zeros(self.height, len(rows))
-        for columns, block in self.parts:
-            for some in self._columns_at_once(block, len(rows)):
-                found[:, some] += block.mm(rows[some, columns])
-        return found
-
-    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
-        """Add Wᵀ G for W (R, K) to a (K, n) tensor."""
-        for columns, block in self.parts:
-            for some in self._columns_at_once(block, len(onto)):
-                block.add_t_mm(weights[:, some], onto[some, columns])
-
-    def _columns_at_once(self, block: Block, count: int) -> list[slice]:
-        """Return slices of the other operand's columns whose temporaries are as small as they have to be."""
-        limit = min(CACHE_BYTES, self.chunk_bytes) if self.like.device.type == "cpu" else self.chunk_bytes
-        step = max(1, limit // max(1, block.temporary * self.like.element_size()))
-        return [slice(start, start + step) for start in range(0, count, step)]
-
-    def form(self) -> Tensor:
-        """Return G itself, (R, n)."""
-        if len(self.parts) == 1 and self.parts[0][0] == slice(0, self.width):
-            return self.parts[0][1].form()
-        rows = self.like.new_zeros(self.height, self.width)
-        for columns, block in self.parts:
-            rows[:, columns] = block.form()
-        return rows
-
-    def pieces(self, most: int) -> Iterator[tuple[slice, Joined]]:
-        """Yield all columns in turn, about `most` at a time, as the blocks can be parted.
-
-        Args:
-            most: columns of a piece.
-        """
-        ends = {self.width}
-        for columns, block in self.parts:
-            step = max(1, most // block.grain) * block.grain
-            ends |= {columns.start, *range(columns.start + step, columns.stop, step)}
-        start, ordered = 0, sorted(ends - {0})
-        for end, following in zip(ordered, [*ordered[1:], math.inf], strict=True):
-            if following - start > most:  # small parameters stay together
-                yield slice(start, end), self.narrow(start, end)
-                start = end
-
-    def narrow(self, start: int, stop: int) -> Joined:
-        """Return some columns; blocks are cut at multiples of their `grain`."""
-        parts = []
-        for columns, block in self.parts:
-            first, last = max(columns.start, start), min(columns.stop, stop)
-            if first < last:
-                piece = block.narrow(first - columns.start, last - columns.start)
-                parts.append((slice(first - start, last - start), piece))
-        space = None if self.space is None else self.space[:, start:stop]
-        return Joined(parts, self.height, stop - start, self.like, self.chunk_bytes, space)
-
-
-class Segment(NamedTuple):
-    """Consecutive columns of all rows.
-
-    Args:
-        columns: place in the flat vector.
-        rows: their rows.
-    """
-
-    columns: slice
-    rows: Joined
-
-
 class FactoredGradients:
     """Per-example gradients G of a step, (R, P), kept parameter by parameter.
 
@@ -181,6 +74,7 @@ class FactoredGradients:
     def __init__(self, spec: ParamSpec, groups: Sequence[RowGroup], like: Tensor, routes: Routes | None = None) -> None:
         self.spec, self.like, self.routes = spec, like, routes or Routes()
         self.groups = groups
+        self.spectrum_route = self.routes.spectrum
         self.num_rows = sum(group.num_rows for group in groups)
         self.height = sum(group.height for group in groups)
         scales = {group.row_scale for group in groups}
@@ -188,22 +82,20 @@ class FactoredGradients:
         self.scale = scales.pop() if len(scales) == 1 else 1.0
         stacked = ((name, _stack_named(name, groups, bool(scales), like)) for name in spec.names)
         self.blocks = {name: block for name, block in stacked if block is not None}
-        self.is_formed = {name: self._forms(name) for name in self.blocks}
-        self._memory: Tensor | None = None
-        self._copied: tuple[Tensor | None, int | None] = (None, None)  # whose rows lie below those that are kept
-        self._kept: dict[tuple[int, ...], list[Segment]] = {}
-        self._plans: dict[tuple[int, ...], list[tuple[slice, list[tuple[slice, Block]], list[bool]]]] = {}
+        self.is_formed = {name: self._forms(name, block) for name, block in self.blocks.items()}
+        self._memory = like.new_empty(0)  # formed rows of one segment, where not all are kept
+        self._request: tuple[Any, ...] | None = None
+        self._below: Tensor | None = None
+        self._plan: list[tuple[slice, list[Block], bool]] = []
+        self._kept: dict[int, Tensor] = {}  # first column of a segment → its formed rows
 
-    @property
-    def spectrum_route(self) -> str:
-        """The route wished for, see `Routes.spectrum`."""
-        return self.routes.spectrum
-
-    def _forms(self, name: str) -> bool:
+    def _forms(self, name: str, block: Block) -> bool:
         """Tell whether the rows of a parameter are formed: they have to be, `routes` says so, or it is less work."""
-        block, word = self.blocks[name], self.routes.layer(name)
-        if word != "auto" or not block.is_factored:
-            return word == "form" or not block.is_factored
+        if not block.is_factored:
+            return True
+        word = "auto" if self.routes.layers == "auto" else self.routes.layer(name)
+        if word != "auto":
+            return word == "form"
         on_gpu, entries = self.like.is_cuda, block.num_rows * block.num_params
         is_low = on_gpu and block.num_rows <= FEW_ROWS and not isinstance(block, TableRows)
         return is_low or entries <= (FEW_ENTRIES_GPU if on_gpu else FEW_ENTRIES)
@@ -232,124 +124,95 @@ class FactoredGradients:
         return found
 
     def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterator[Segment]:
-        """Yield all columns in turn, some at a time; rows that are formed for it are kept only if all of them are few.
+        """Yield all columns in turn, some at a time: one tensor as factors, or neighbours whose rows are formed.
 
-        Others are in memory that the next segment takes.
+        Formed rows are kept for the next time if all of them are few. Others are in memory that the next segment takes.
 
         Args:
             cuts: columns, ends of parameter tensors, at which a segment has to end.
-            below: rows (L, P) that are copied below formed ones, see `Joined.space`.
+            below: rows (L, P) that are copied below formed ones, see `SegmentRows.space`.
         """
-        key = (*cuts, -1 if below is None else len(below))
-        copied = below, None if below is None or below.is_inference() else below._version
-        if self._copied[0] is not copied[0] or self._copied[1] != copied[1]:
-            self._kept, self._copied = {}, copied
-        if (kept := self._kept.get(key)) is not None:
-            yield from kept
-            return
-        most, column_bytes, found = self._form_bytes(below), self._column_bytes(below), []
-        if key not in self._plans:
-            self._plans[key] = list(self._plan(set(cuts), most // column_bytes))
-        formed = sum(block.num_params for name, block in self.blocks.items() if self.is_formed[name])
-        keeps = formed * column_bytes <= most
-        if not keeps and self._memory is None:
-            self._memory = self.like.new_empty(most // self.like.element_size())
-        for columns, parts, forms in self._plans[key]:
-            segment = Segment(columns, self._join(columns, parts, forms, below, keeps))
-            if keeps:
-                found.append(segment)
-            yield segment
-        if keeps:
-            self._kept[key] = found
-
-    def _join(
-        self,
-        columns: slice,
-        parts: Sequence[tuple[slice, Block]],
-        forms: Sequence[bool],
-        below: Tensor | None,
-        keeps: bool,
-    ) -> Joined:
-        """Return the rows of a segment; neighbours that are to be formed are in one tensor."""
-        width, space, taken = columns.stop - columns.start, None, 0
-        found: list[tuple[slice, Block]] = []
-        for is_formed, run in groupby(_runs(parts, forms), key=lambda entry: entry[0]):
-            entries = [entry[1:] for entry in run]
-            if is_formed < 0:
-                found += entries
+        rank, version = (0, None) if below is None else (len(below), None if below.is_inference() else below._version)
+        column_bytes = max(1, self.height + rank) * self.like.element_size()
+        most = self._form_bytes(rank)
+        factored = sum(block.num_params for name, block in self.blocks.items() if not self.is_formed[name])
+        keeps = (self.spec.num_params - factored) * column_bytes <= most
+        request = (*cuts, version)
+        if self._request != request or self._below is not below:
+            self._request, self._below, self._kept = request, below, {}
+            self._plan = list(self._planned(cuts, most // column_bytes, rank))
+        for columns, blocks, is_formed in self._plan:
+            if not is_formed:
+                yield Segment(columns, blocks[0])
                 continue
-            start, stop = entries[0][0].start, entries[-1][0].stop
-            count = 0 if below is None or stop - start < width else len(below)
-            shape = (self.height + count, stop - start)
-            whole = self.like.new_empty(shape) if keeps else self._reused(taken, shape)
-            taken += whole.numel()
-            rows = whole[: self.height]
-            if count and below is not None:
-                space, whole[self.height :] = whole, below[:, columns]
-            places = [(rows[:, place.start - start : place.stop - start], block) for place, block in entries]
-            given = [(place, block.rows) for place, block in places if isinstance(block, Formed)]
-            if given:  # small ones, in one call
-                torch._foreach_copy_([place for place, _ in given], [own for _, own in given])
-            for place, block in places:
-                if not isinstance(block, Formed):
-                    block.form(place)
-            found.append((slice(start, stop), Formed(rows)))
-        return Joined(found, self.height, width, self.like, self.routes.chunk_bytes, space)
+            space = self._kept.get(columns.start)
+            if space is None:
+                space = self._form(columns, blocks, below, keeps)
+                if keeps:
+                    self._kept[columns.start] = space
+            yield Segment(columns, Formed(space[: self.height], space if rank else None))
 
-    def _reused(self, start: int, shape: tuple[int, int]) -> Tensor:
-        """Return memory that all segments share, from an entry on."""
-        size = start + shape[0] * shape[1]
-        if self._memory is None or self._memory.numel() < size:
-            self._memory = self.like.new_empty(size)
-        return self._memory[start:size].view(shape)
-
-    def _column_bytes(self, below: Tensor | None) -> int:
-        """Return the bytes of a column of formed rows."""
-        return max(1, self.height + (0 if below is None else len(below))) * self.like.element_size()
-
-    def _form_bytes(self, below: Tensor | None) -> int:
+    def _form_bytes(self, rank: int) -> int:
         """Return the bytes that formed rows may take: as `routes` says, or a share of what the state takes."""
         if self.routes.form_bytes is not None:
             return self.routes.form_bytes
-        state = (0 if below is None else below.numel()) + 3 * self.spec.num_params
-        return max(LEAST_FORMED, state * self.like.element_size() // 4)
+        return max(LEAST_FORMED, (rank + 3) * self.spec.num_params * self.like.element_size() // 4)
 
-    def _plan(self, cuts: set[int], most: int) -> Iterator[tuple[slice, list[tuple[slice, Block]], list[bool]]]:
-        """Yield the columns of each segment, its parts, and whether each is to be formed.
+    def _planned(self, cuts: Sequence[int], most: int, rank: int) -> Iterator[tuple[slice, list[Block], bool]]:
+        """Yield the columns of each segment, its blocks, and whether these are to be formed; else there is one.
 
         Args:
             cuts: see `segments`.
             most: columns that may be formed at once.
+            rank: L.
         """
-        most = max(1, min(MOST_COLUMNS, most))
-        start, parts, forms, formed = 0, list[tuple[slice, Block]](), list[bool](), 0
+        most_formed, most_factored, on_cpu = min(MOST_COLUMNS, most), MOST_COLUMNS, self.like.device.type == "cpu"
+        if on_cpu:
+            most_formed = min(most_formed, CPU_ENTRIES // max(1, self.height + rank))
+            most_factored = min(most_factored, CPU_COLUMNS, CPU_ENTRIES // max(1, rank))
+        # A product of factors with the L rows of U holds R·L numbers for each output.
+        outputs = self.routes.chunk_bytes // (max(1, self.height * rank) * self.like.element_size())
+        start, run = 0, list[Block]()
         for name in self.spec.names:
             columns, block = self.spec.slices[name], self.blocks.get(name)
-            forms_it = block is not None and self.is_formed[name]
-            grain = 1 if block is None else block.grain
-            at = columns.start
-            while at < columns.stop:
-                # What is left of a segment is filled, unless that would part a tensor that fits into the next one.
-                left = (most - formed if forms_it else MOST_COLUMNS - (at - start)) // grain * grain
-                limit = (most if forms_it else MOST_COLUMNS) // grain * grain
-                end = min(columns.stop, at + max(grain, left if columns.stop - at > limit else limit))
-                full = end - start > MOST_COLUMNS or (forms_it and formed + end - at > most)
-                if at > start and (full or at in cuts):
-                    yield slice(start, at), parts, forms
-                    start, parts, forms, formed = at, [], [], 0
-                    continue
-                if block is not None:
-                    piece = block.narrow(at - columns.start, end - columns.start)
-                    parts.append((slice(at - start, end - start), piece))
-                    forms.append(forms_it)
-                    formed += end - at if forms_it else 0
-                at = end
-        if self.spec.num_params > start:
-            yield slice(start, self.spec.num_params), parts, forms
+            if block is None:
+                block = Formed(self.like.new_zeros(1, 1).expand(self.height, columns.stop - columns.start))
+            is_formed = self.is_formed.get(name, True)
+            limit = most_formed if is_formed else min(most_factored, outputs * block.grain)
+            step = max(1, limit // block.grain) * block.grain
+            for first in range(0, block.num_params, step):
+                piece, place = block.narrow(first, min(first + step, block.num_params)), columns.start + first
+                is_full = place + piece.num_params - start > most_formed
+                if run and (is_full or not is_formed or place in cuts):
+                    yield slice(start, place), run, True
+                    start, run = place, []
+                run = [*run, piece]
+                if not is_formed:
+                    yield slice(place, place + piece.num_params), run, False
+                    start, run = place + piece.num_params, []
+        if run:
+            yield slice(start, self.spec.num_params), run, True
 
-    def kept_rows(self) -> list[Joined]:
-        """Return rows that were formed once for all passes of the step."""
-        return [segment.rows for segments in self._kept.values() for segment in segments]
+    def _form(self, columns: slice, blocks: Sequence[Block], below: Tensor | None, keeps: bool) -> Tensor:
+        """Return the rows of neighbouring blocks in one tensor, and below them others that may be given."""
+        shape = self.height + (0 if below is None else len(below)), columns.stop - columns.start
+        size = math.prod(shape)
+        if keeps:
+            space = self.like.new_empty(shape)
+        else:
+            if len(self._memory) < size:
+                self._memory = self.like.new_empty(size)
+            space = self._memory[:size].view(shape)
+        places = space[: self.height].split([block.num_params for block in blocks], 1)
+        pairs = [(place, block.rows) for place, block in zip(places, blocks, strict=True) if isinstance(block, Formed)]
+        if pairs:  # small ones, in one call
+            torch._foreach_copy_([place for place, _ in pairs], [rows for _, rows in pairs])
+        for place, block in zip(places, blocks, strict=True):
+            if not isinstance(block, Formed):
+                block.form(place)
+        if below is not None:
+            space[self.height :] = below[:, columns]
+        return space
 
     # ---- products with all columns, for methods that need no more
 
@@ -363,15 +226,6 @@ class FactoredGradients:
         for columns, segment in self.segments():
             rows[:, columns] = segment.form()
         return rows.mul_(self.scale)
-
-
-def _runs(parts: Sequence[tuple[slice, Block]], forms: Sequence[bool]) -> Iterator[tuple[int, slice, Block]]:
-    """Yield parts with a number for each run of neighbours that are to be formed, and −1 for others."""
-    number, end = 0, -1
-    for (place, block), form in zip(parts, forms, strict=True):
-        number += not form or place.start != end
-        yield (number if form else -1), place, block
-        end = place.stop
 
 
 def _stack_named(name: str, groups: Sequence[RowGroup], scales: bool, like: Tensor) -> Block | None:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from slangvi.linalg.products import batch_matmul
+from slangvi.rows.operator import Segment
 
 __all__ = ["LinearPredictorGradients"]
 
@@ -64,27 +65,19 @@ class LinearPredictorGradients:
 
     def segments(
         self, cuts: Sequence[int] = (), below: Tensor | None = None
-    ) -> Iterator[tuple[slice, LinearPredictorGradients]]:
+    ) -> Iterator[Segment]:
         """Yield all columns, or those between the cuts."""
         size = self.inputs.shape[-1]
         inner = [cut for cut in cuts if cut < size]
         for start, stop in pairwise([0, *inner, size]):
             some = self.inputs[..., start:stop]
-            yield slice(start, stop), LinearPredictorGradients(some, self.slopes) if inner else self
+            yield Segment(slice(start, stop), LinearPredictorGradients(some, self.slopes) if inner else self)
 
     @property
     def costs(self) -> tuple[int, int]:
         """M²P and MP."""
         M, P = self.inputs.shape[-2:]
         return M * M * P, M * P
-
-    def kept_rows(self) -> list[LinearPredictorGradients]:
-        """Return the inputs and slopes."""
-        return [self]
-
-    def pieces(self, most: int) -> Iterator[tuple[slice, LinearPredictorGradients]]:
-        """Yield all columns."""
-        yield slice(0, self.inputs.shape[-1]), self
 
     def sum(self) -> Tensor:
         """Σ_i x_i Σ_s r_is, (..., P)."""

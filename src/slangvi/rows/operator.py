@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["GradientOperator", "SegmentRows"]
+__all__ = ["GradientOperator", "Segment", "SegmentRows"]
 
 
 class SegmentRows(Protocol):
     """Rows G (R, n) of some columns; those of a batch of problems have its dimensions in front of every result."""
-
-    @property
-    def height(self) -> int:
-        """R."""
 
     @property
     def space(self) -> Tensor | None:
@@ -36,8 +32,17 @@ class SegmentRows(Protocol):
     def form(self) -> Tensor:
         """G itself, (R, n)."""
 
-    def pieces(self, most: int) -> Iterable[tuple[slice, SegmentRows]]:
-        """Return all columns in turn, about `most` at a time."""
+
+class Segment(NamedTuple):
+    """Consecutive columns of all rows.
+
+    Args:
+        columns: place in the flat vector.
+        rows: their rows.
+    """
+
+    columns: slice
+    rows: SegmentRows
 
 
 class GradientOperator(Protocol):
@@ -75,13 +80,10 @@ class GradientOperator(Protocol):
     def form(self) -> Tensor:
         """G itself, (R, P); only for few parameters."""
 
-    def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterable[tuple[slice, SegmentRows]]:
+    def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterable[Segment]:
         """Return all columns in turn, some at a time.
 
         Args:
             cuts: columns at which a segment has to end.
             below: the factor by rows, (L, P), for `SegmentRows.space`.
         """
-
-    def kept_rows(self) -> Iterable[SegmentRows]:
-        """Return rows that stay until the step is over."""
