@@ -195,7 +195,7 @@ def test_columns_without_gradients_take_no_more_memory_than_others():
     gradients = FactoredGradients(spec, [RowGroup(6, blocks)], randn(1), routes)
     with LiveBytes() as memory:
         assert places(gradients)[-1][1] == 10_020
-    assert memory.peak <= 30 * COLUMN + 8
+    assert memory.peak <= 50 * COLUMN
 
 
 def test_without_need_there_is_one_segment():

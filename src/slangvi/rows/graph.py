@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import groupby, repeat
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from slangvi.rows.nodes import (
     dtypes_of,
     is_leaf,
     leaf_of,
+    operand_shape,
     run_node,
     shapes_of,
     trace,
@@ -60,6 +61,7 @@ class Frontier:
         output: which output's gradient has the batch.
         layout: where the batch lies in it.
         shape: of that gradient, when the plan was made.
+        operand_shape: of the input.
         names: of the parameters behind it.
         views: what undoes views between the node and its parameter; None where there is more than views.
         by_rule: whether the rule of the node's type is taken; else the node is run once for each chosen example.
@@ -70,6 +72,7 @@ class Frontier:
     output: int
     layout: Layout
     shape: torch.Size
+    operand_shape: torch.Size
     names: tuple[str, ...]
     views: tuple[View, ...] | None
     by_rule: bool = True
@@ -110,7 +113,7 @@ class Plan:
                     return False
                 if (shape[dim] == count) != (first.shape[dim] == count):  # then it was not seen what alternates
                     return False
-        return all(map(_has_batch, outputs, self.output_layouts, repeat(count)))
+        return [_output_layout(output, count) for output in outputs] == list(self.output_layouts)
 
 
 @dataclass(eq=False)
@@ -137,10 +140,8 @@ class Recording:
     is_paused: bool = False  # while a hook goes back through the graph itself
     _handles: list[Any] = field(default_factory=list)
 
-    @property
-    def num_rows(self) -> int:
-        """K."""
-        return self.num_examples if self.chosen is None else len(self.chosen)
+    def __post_init__(self) -> None:
+        self.num_rows = self.num_examples if self.chosen is None else len(self.chosen)  # K
 
     def blocks(self, dtype: torch.dtype | None = None, of_passes: Sequence[int] | None = None) -> dict[str, Block]:
         """Return the rows by parameter name; a parameter that was not reached is missing.
@@ -149,15 +150,15 @@ class Recording:
             dtype: of the rows; None for that of each parameter.
             of_passes: numbers of backward passes; None for all of them.
         """
-        found: dict[str, list[Block]] = {}
+        found, joined = dict[str, list[Block]](), dict[str, Block]()
         for task, parts in self.passes.items():
             if of_passes is None or task in of_passes:
                 for name, blocks in parts.items():
                     found.setdefault(name, []).extend(blocks)
-        return {
-            name: add([block.to_dtype(dtype or self.params[name].dtype) for block in blocks])
-            for name, blocks in found.items()
-        }
+        for name, blocks in found.items():
+            block = blocks[0] if len(blocks) == 1 else add(blocks)
+            joined[name] = block.to_dtype(dtype or self.params[name].dtype)
+        return joined
 
     def add_block(self, name: str, block: Block) -> None:
         """Note rows of a parameter that the backward pass now running brought."""
@@ -263,11 +264,6 @@ def _output_layout(output: Tensor, num_examples: int) -> Layout | None:
     return None
 
 
-def _has_batch(output: Tensor, layout: Layout | None, num_examples: int) -> bool:
-    """Tell whether the batch of an output lies where a plan has it."""
-    return _output_layout(output, num_examples) == layout
-
-
 Fits = dict[Node, dict[int, list[Layout]]]
 
 
@@ -370,7 +366,8 @@ def _frontiers(
                 names = tuple(name for key, name in name_of.items() if key in leaves)
                 if names:
                     views = find_views(function) if len(leaves) == 1 else None
-                    frontiers.append(Frontier(position, index, output, layout, shape, names, views))
+                    own = operand_shape(node, index)
+                    frontiers.append(Frontier(position, index, output, layout, shape, own, names, views))
     return frontiers
 
 
@@ -552,6 +549,8 @@ def _note(
     rule, count = find_rule(node), recording.num_rows
     for frontier in frontiers:
         meeting.operand, block = frontier.index, None
+        # Sizes of values made of parameters, such as the position embeddings of a text, differ between graphs of a plan.
+        meeting.shape = operand_shape(node, frontier.index) if frontier.views is None else frontier.operand_shape
         if rule is not None and frontier.by_rule:
             with suppress(UnknownNodeError):
                 block = rule(meeting)
@@ -563,7 +562,8 @@ def _note(
 def _add_rows(recording: Recording, frontier: Frontier, node: Node, block: Block) -> None:
     """Note the rows of the parameters behind an operand, given those of the operand."""
     if frontier.views is not None:
-        recording.add_block(frontier.names[0], undo_views(frontier.views, block) if frontier.views else block)
+        own = undo_views(frontier.views, block) if frontier.views else block
+        recording.add_block(frontier.names[0], own)
         return
     assert recording.plan is not None
     names = [name for name in frontier.names if name not in recording.plan.by_definition]

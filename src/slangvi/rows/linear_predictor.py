@@ -63,9 +63,7 @@ class LinearPredictorGradients:
         """M, the rows that second moments are made of."""
         return self.inputs.shape[-2]
 
-    def segments(
-        self, cuts: Sequence[int] = (), below: Tensor | None = None
-    ) -> Iterator[Segment]:
+    def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterator[Segment]:
         """Yield all columns, or those between the cuts."""
         size = self.inputs.shape[-1]
         inner = [cut for cut in cuts if cut < size]

@@ -76,7 +76,9 @@ def saved(node: Node, name: str) -> Any:
     except AttributeError:
         raise UnknownNodeError(f"{type_name(node)} has no {name}") from None
     if isinstance(value, Tensor):
-        _put_back(getattr(node, f"_raw_saved_{name}", None), value)
+        raw: Any = getattr(node, f"_raw_saved_{name}", None)
+        if type(getattr(raw, "data", None)).__name__ == "_Holder":
+            _put_back(raw, value)
     return value
 
 
@@ -87,11 +89,8 @@ def _put_back(raw: Any, value: Tensor) -> None:
         raw: torch's wrapper of a saved tensor.
         value: what it has just handed out.
     """
-    holder: Any = getattr(raw, "data", None)
-    if type(holder).__name__ != "_Holder":
-        return
     task, frame = torch._C._current_graph_task_id(), getclosurevars(raw.unpack_hook).nonlocals["frame"]
-    holder.handles[task] = handle = checkpoint._Handle()
+    raw.data.handles[task] = handle = checkpoint._Handle()
     frame.recomputed[task][handle] = value
 
 

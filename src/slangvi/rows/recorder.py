@@ -137,10 +137,7 @@ class GradientRecorder:
         found = {spec.canonical[n]: p for n, p in model.named_parameters() if n in spec.canonical}
         self._leaves = {name: found[name] for name in spec.names}
         me = weakref.ref(self)
-        handles: list[Any] = [
-            model.register_forward_pre_hook(_PreHook(me)),
-            model.register_forward_hook(_ForwardHook(me), with_kwargs=True),
-        ]
+        handles: list[Any] = [model.register_forward_hook(_ForwardHook(me), with_kwargs=True)]
         handles += [p.register_post_accumulate_grad_hook(partial(_confirm, me)) for p in self._leaves.values()]
         self._open: list[Recording] = []
         self._tensor_hooks: list[Any] = []  # on parameters, where p.grad would not tell a pass's own gradient
@@ -215,8 +212,10 @@ class GradientRecorder:
 
     def note_call(self, args: Any, kwargs: Any, output: Any) -> Any:
         """Put hooks on the graph behind the outputs of a call that has just been made; return what it is to return."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._functorch.peek_interpreter_stack() is not None or not torch.is_grad_enabled():
             return output  # inside torch.func tensors stand for others, and perhaps there is no batch
+        if DistributedDataParallel._active_ddp_module is not None or isinstance(self.model, DistributedDataParallel):
+            check_alone(self.model)
         leaves, structure = tree_flatten(output)
         places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
         outputs = [leaves[k] for k in places]
@@ -429,7 +428,7 @@ def check_sums(spec: ParamSpec, blocks: Mapping[str, Block], total: Tensor, tole
 # ---- hooks
 
 
-class _Hook:
+class _ForwardHook:
     """A hook that forgets its owner when copied or pickled: copies of a model are not recorded."""
 
     def __init__(self, owner: weakref.ref[GradientRecorder] | None = None) -> None:
@@ -438,26 +437,13 @@ class _Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
-    def listening(self, module: nn.Module) -> GradientRecorder | None:
-        """Return the recorder, if it is active and the module is its model."""
-        owner = self.owner() if self.owner is not None else None
-        if owner is None or not owner.active or not torch.is_grad_enabled() or owner.model is not module:
-            return None
-        return owner
-
-
-class _PreHook(_Hook):
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.listening(module) is not None:
-            check_alone(module)
-
-
-class _ForwardHook(_Hook):
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        owner = None if self.owner is None else self.owner()
         # Torch copies the list of hooks before it calls them, but asks later which ones want keywords. One that is
         # removed in between, as by the garbage collector, is called once more, without.
-        owner = self.listening(module) if len(rest) == 2 else None
-        return rest[-1] if owner is None else owner.note_call(args, *rest)
+        if owner is None or len(rest) < 2 or not owner.active or owner.model is not module:
+            return rest[-1]
+        return owner.note_call(args, *rest)
 
 
 def _reach(owner: weakref.ref[GradientRecorder], call: Call, grad: Tensor | None) -> None:

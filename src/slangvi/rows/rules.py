@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 
 from slangvi.rows.blocks import Block, Formed, Outer, Patches, TableRows
 from slangvi.rows.layout import Layout
-from slangvi.rows.nodes import UnknownNodeError, operand_shape, saved, signed, type_name
+from slangvi.rows.nodes import UnknownNodeError, saved, signed, type_name
 
 T = TypeVar("T")
 
@@ -36,10 +36,10 @@ class Meeting:
         num_examples: M.
         keep: returns a tensor that rows may be views of; see `Recording.keep`.
 
-    `operand` is which of the node's inputs is the parameter, or made of parameters alone.
+    `operand` is which of the node's inputs is the parameter, or made of parameters alone, and `shape` is its shape.
     """
 
-    __slots__ = ("_parts", "chosen", "delta", "keep", "layout", "node", "num_examples", "operand")
+    __slots__ = ("_parts", "chosen", "delta", "keep", "layout", "node", "num_examples", "operand", "shape")
 
     def __init__(
         self,
@@ -52,13 +52,8 @@ class Meeting:
     ) -> None:
         self.node, self.layout, self.delta = node, layout, delta
         self.chosen, self.num_examples, self.keep = chosen, num_examples, keep
-        self.operand = 0
+        self.operand, self.shape = 0, torch.Size()
         self._parts: dict[str, Any] = {}
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the operand."""
-        return operand_shape(self.node, self.operand)
 
     def take(self, tensor: Tensor, dim: int | None = None) -> Tensor:
         """Return the chosen examples of a tensor whose batch lies as in delta, or likewise in another dimension."""
@@ -69,7 +64,10 @@ class Meeting:
 
     def taken_delta(self) -> Tensor:
         """Return the chosen examples of delta, (K, ...)."""
-        return self.once("delta", lambda: self.layout.take(self.delta, self.chosen, self.num_examples))
+        found: Tensor | None = self._parts.get("delta")
+        if found is None:
+            found = self._parts["delta"] = self.layout.take(self.delta, self.chosen, self.num_examples)
+        return found
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """Return what was made under a name for another operand of the node, or make it."""
