@@ -80,7 +80,7 @@ def test_groups_have_their_own_rate_and_prior():
     assert lam[:25].unique().tolist() == [3.0]
     assert lam[25:40].unique().tolist() == [2.0]
     assert lam[40:].unique().tolist() == [1e-6]
-    assert opt._hyper.precision_lr().per_tensor == (0.05, 0.05, 0.2, 0.2)
+    assert opt._hyper.rates(1).precision_lr.per_tensor == (0.05, 0.05, 0.2, 0.2)
 
 
 def test_a_group_with_rate_zero_does_not_move():

@@ -339,11 +339,6 @@ def test_blocks_stack_without_being_formed(monkeypatch, name):
     assert_products(stacked, dense)
 
 
-def test_one_block_stacks_to_itself():
-    block = outer(3)
-    assert stack([block]) is block
-
-
 def test_draws_that_saw_the_same_inputs_share_them():
     inputs = randn(3, 1, 1, 2)
     draws = [Outer(randn(3, 1, 1, 4), inputs) for _ in range(4)]

@@ -32,13 +32,16 @@ from slangvi.linalg.products import (
 )
 from slangvi.linalg.threads import one_thread
 
-__all__ = ["LowRankPrecision", "capacitance", "factorize", "is_small_on_host", "matmul", "solve_small", "with_small"]
+__all__ = ["LowRankPrecision", "capacitance", "factorize", "matmul", "solve_small", "with_small"]
 
 # Relative rounding of the Gram of long rows, with room to spare.
 _LONG_ROUNDING = 3e-7
 # Up to so many parameters for each column of U products with it are in float64. They are short then, and there is
 # little that U does not span: what it takes away from a vector would leave nothing but the rounding of float32.
 _NARROW = 4
+# Rank up to which all that is made of VᵀV is made at once, on the host: one wait takes a GPU less time than the many
+# small kernels of a library.
+_SMALL = 384
 _ONCE = (
     "draws of a low-rank precision can be differentiated once, not twice. Take second derivatives of log_prob, entropy "
     "or KL, or draw from DensePrecisionNormal."
@@ -286,14 +289,9 @@ def factorize(factor: Tensor, diag: Tensor) -> LowRankPrecision:
         tensor([0.1000, 0.2500])
     """
     gram = gram_float64(factor, diag)
-    if is_small_on_host(gram) and is_plain(gram):
+    if gram.ndim == 2 and 0 < len(gram) <= _SMALL and is_plain(gram):
         return with_small(factor, diag, gram, solve_small(gram.cpu(), factor).to(gram.device, non_blocking=True))
     return LowRankPrecision(factor, diag, gram, capacitance(gram, factor))
-
-
-def is_small_on_host(gram: Tensor) -> bool:
-    """Tell whether one wait for the host takes less time than the many small kernels of a GPU's library."""
-    return gram.is_cuda and gram.ndim == 2 and len(gram) > 0
 
 
 def with_small(factor: Tensor, diag: Tensor, gram: Tensor, small: Tensor) -> LowRankPrecision:

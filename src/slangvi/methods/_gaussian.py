@@ -18,6 +18,7 @@ from slangvi.params.values import per_parameter
 from slangvi.priors import ELBO, Prior
 from slangvi.rows import FactoredGradients, GradientRecorder, RowGroup
 from slangvi.settings import CurvatureOptimizerSettings
+from slangvi.types import Routes
 
 __all__ = [
     "GaussianOptimizer",
@@ -169,27 +170,24 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
     def _watch(self) -> Watch:
         return Watch(self.settings.on_divergence, REMEDY)
 
+    @cached_property
+    def _routes(self) -> Routes:
+        return self.settings.routes_within_limit
+
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
-        hyper, size = self._hyper, self.settings.num_data / self.settings.temperature
-        routes = self.settings.routes_within_limit
-        gradients = FactoredGradients(self._spec, rows, self._state.loc, routes)
-        alpha, beta = hyper.lr(), hyper.precision_lr(self._warming_step)
-        rates: dict[str, Any] = {"lr": alpha, "precision_lr": beta, "momentum": hyper.momentum()}
-        rates |= {"ages": hyper.ages(self._state.step + 1)}
-        prior, before, is_due = hyper.prior(), self._state, self._watch.due(self._state.step + 1)
+        step, settings, before = self._state.step + 1, self.settings, self._state
+        gradients = FactoredGradients(self._spec, rows, before.loc, self._routes)
+        rates, prior = self._hyper.rates(step, settings.precision_warmup)._asdict(), self._hyper.prior()
+        is_due, alpha, gamma = self._watch.due(step), rates["lr"].value, rates["momentum"]
         if self._writes_in_place:
             rates["in_place"] = not (self._handed_out or (is_due and self._watch.reaction == "raise"))
             if is_due and rates["in_place"]:
                 before = replace(before, loc=before.loc.clone())  # type: ignore[type-var]
+        size = settings.num_data / settings.temperature
         state, info = self._update(self._state, gradients, num_data=size, prior=prior, **rates)
         if is_due:
-            self._watch.look(before, state, prior, alpha.value, rates["momentum"])
+            self._watch.look(before, state, prior, alpha, gamma)
         return state, info
-
-    @property
-    def _warming_step(self) -> int | None:
-        """Number of the step about to be taken, if β is to be warmed up."""
-        return self._state.step + 1 if self.settings.precision_warmup else None
 
     def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientRecorder:
         options = self.settings

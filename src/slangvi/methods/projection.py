@@ -149,8 +149,8 @@ class LeadingEigenvectors:
             else:
                 sums.append((part.precision_lr, part.gain, small))
         height = self.height if self.route == "gram" else 1
-        for beta, gain, small in sums:
-            keep, gain = _matrix(1 - beta), _matrix(gain)
+        for beta, new_share, small in sums:
+            keep, gain = _matrix(1 - beta), _matrix(new_share)
             if self.route != "gram":
                 small[..., :height] *= gain
                 small[..., height:] *= keep

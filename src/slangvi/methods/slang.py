@@ -17,7 +17,6 @@ from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import LowRankPrecision, factorize
-from slangvi.methods._averages import debiasing
 from slangvi.methods._build import Common, Replay
 from slangvi.methods._gaussian import GaussianOptimizer, Told, kl_to_prior, start
 from slangvi.methods.compiled import LoopSteps, Numbers, PureSteps, warn_eager
@@ -161,7 +160,7 @@ def update(
         that is not finite; the old one is as it was then.
     """
     step = state.step + 1
-    rates = Rates(lr.value, precision_lr or lr, momentum, debiasing(momentum, step, ages))
+    rates = Rates(lr.value, precision_lr or lr, momentum, 1 - momentum ** (step if ages is None else ages))
     old = state.tensors
     new = old if in_place else Tensors(*map(torch.empty_like, old))
     precision, diagnostics = take_step(
@@ -287,24 +286,25 @@ class SLANG(GaussianOptimizer[State, Info]):
 
     def _replay(self, rows: list[RowGroup]) -> tuple[State, Info] | None:
         """Return the step by replaying graphs; None if it has to be taken eagerly."""
-        step, hyper = self._state.step + 1, self._hyper
-        rates = (hyper.lr().value, (hyper.precision_lr(self._warming_step) or hyper.lr()).value, hyper.momentum())
-        alike = hyper.ages(step) is None and all(isinstance(rate, float | int) for rate in rates)
-        numbers = Numbers(*rates, 1 - rates[2] ** step) if alike else None  # type: ignore[arg-type]
-        prior, before = hyper.prior(), self._state
+        step, before, prior = self._state.step + 1, self._state, self._hyper.prior()
+        given = self._hyper.rates(step, self.settings.precision_warmup)
+        alpha, beta, gamma = rates = (given.lr.value, given.precision_lr.value, given.momentum)
+        numbers = None
+        if given.ages is None and all(isinstance(rate, float | int) for rate in rates):
+            numbers = Numbers(alpha, beta, gamma, 1 - gamma**step)  # type: ignore[arg-type]
         found = self._steps.step(before, rows, numbers, prior)
         if found is None:
             return None
         count = sum(group.num_rows for group in rows)
         after, info = finished(found.tensors, found.precision, found.diagnostics, step, self._spec, count, prior)
         if self._watch.due(step):
-            self._watch.look(before, after, prior, rates[0], rates[2])
+            self._watch.look(before, after, prior, alpha, gamma)
         return after, info
 
     @cached_property
     def _steps(self) -> LoopSteps:
         settings = self.settings
-        return LoopSteps(settings.rank, settings.routes_within_limit, settings.num_data / settings.temperature)
+        return LoopSteps(settings.rank, self._routes, settings.num_data / settings.temperature)
 
     def _posterior(self, state: State) -> LowRankPrecisionNormal:
         return posterior(state)

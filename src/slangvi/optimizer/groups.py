@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,28 @@ from slangvi.params.values import per_parameter
 from slangvi.priors import Prior
 from slangvi.schedules import Rate, warmed_up
 
-__all__ = ["JOINED", "GroupValues", "check_group"]
+__all__ = ["JOINED", "GroupRates", "GroupValues", "check_group"]
 
 # Entry of a group: steps that had been taken when it was added.
 JOINED = "joined_at_step"
+# Largest α, and a hint, where the group has a rate of its own for the precision.
+_FREE = math.inf, ""
+
+
+class GroupRates(NamedTuple):
+    """Rates of one step: numbers where all groups agree.
+
+    Args:
+        lr: α.
+        precision_lr: β.
+        momentum: γ; a (P,) tensor where groups differ.
+        ages: t of each entry where some joined later, (P,); None where it makes no difference.
+    """
+
+    lr: Rate
+    precision_lr: Rate
+    momentum: float | Tensor
+    ages: Tensor | None
 
 
 class GroupValues:
@@ -38,30 +56,32 @@ class GroupValues:
         self.spec = spec
         self.name_of = name_of
         self.like = like
-        self._prior_values: list[Any] = []
-        self._prior: Prior | None = None
+        self._prior: tuple[Any, list[Any], Prior] | None = None  # what it was made from, which is held, and λ and μ₀
+
+    def rates(self, step: int, warms_up: bool = False) -> GroupRates:
+        """Return the rates of a step, counted from 1.
+
+        Schedulers may lower α to 0; above 1 it cannot also be β.
+
+        Args:
+            step: number of the step, of the whole run.
+            warms_up: whether β is warmed up, from when each group was added.
+        """
+        alphas, betas, gammas = [], [], []
+        for group in self.groups:
+            is_tied = _tied(group)
+            high, hint = (1.0, "precision_lr follows lr; give precision_lr if lr must exceed 1.") if is_tied else _FREE
+            alpha = checks.number("lr", group["lr"], 0.0, high, "low high", hint)
+            beta = alpha if is_tied else checks.number("precision_lr", group["precision_lr"], 0.0, 1.0, "low high")
+            alphas.append(alpha)
+            betas.append(warmed_up(beta, step - group.get(JOINED, 0)) if warms_up else beta)
+            gammas.append(checks.number("momentum", group["momentum"], 0.0, 1.0, closed="low"))
+        lr, momentum = self._spread(alphas), self._spread(gammas).value
+        return GroupRates(lr, lr if betas == alphas else self._spread(betas), momentum, self.ages(step))
 
     def lr(self) -> Rate:
-        """Return α. Schedulers may lower it to 0; above 1 it cannot also be β."""
-        tied = any(_tied(group) for group in self.groups)
-        hint = "precision_lr follows lr; give precision_lr if lr must exceed 1." if tied else ""
-        high = 1.0 if tied else math.inf
-        return self._spread([checks.number("lr", g["lr"], 0.0, high, "low high", hint) for g in self.groups])
-
-    def precision_lr(self, step: int | None = None) -> Rate | None:
-        """Return β, warmed up if the number of the step is given; None if every group ties it to lr and nothing is."""
-        if step is None and all(_tied(group) for group in self.groups):
-            return None
-        values = [group["lr" if _tied(group) else "precision_lr"] for group in self.groups]
-        rates = [checks.number("precision_lr", value, 0.0, 1.0, "low high") for value in values]
-        if step is not None:
-            rates = [warmed_up(rate, own) for rate, own in zip(rates, self._own_steps(step), strict=True)]
-        return self._spread(rates)
-
-    def momentum(self) -> float | Tensor:
-        """Return γ."""
-        values = [checks.number("momentum", group["momentum"], 0.0, 1.0, closed="low") for group in self.groups]
-        return self._spread(values).value
+        """Return α of methods that have no rate for the precision."""
+        return self._spread([checks.number("lr", group["lr"], 0.0, closed="low") for group in self.groups])
 
     def adam(self) -> tuple[tuple[float | Tensor, float | Tensor], float | Tensor]:
         """Return β₁ and β₂, and ε of Adam."""
@@ -75,20 +95,18 @@ class GroupValues:
         Args:
             step: of the whole run, counted from 1.
         """
-        own = self._own_steps(step)
+        own = [step - group.get(JOINED, 0) for group in self.groups]
         if min(own) == step:
             return None
         memory = max(max(group.get("betas", (group.get("momentum", 0.0),))) for group in self.groups)
         faded = memory ** min(own) < 0.1 * torch.finfo(self.like.dtype).eps
         return None if faded else self.spec.expand(self._per_tensor(own), self.like)
 
-    def _own_steps(self, step: int) -> list[int]:
-        """Return the number of the step, counted from when each group was added."""
-        return [step - group.get(JOINED, 0) for group in self.groups]
-
     def _spread(self, values: list[float]) -> Rate:
         """Return a number of each group as one number, or as one for every parameter tensor where they differ."""
-        return Rate(values[0]) if len(set(values)) == 1 else Rate.of(self._per_tensor(values), self.spec, self.like)
+        if values.count(values[0]) == len(values):
+            return Rate(values[0])
+        return Rate.of(self._per_tensor(values), self.spec, self.like)
 
     def _per_tensor(self, values: Sequence[Any]) -> list[Any]:
         """Return a value of each group, once for every parameter tensor."""
@@ -96,12 +114,12 @@ class GroupValues:
 
     def prior(self) -> Prior:
         """λ and μ₀, which is 0 where a method has none; made again when a group's entry was replaced or changed."""
-        values = [group.get(key, 0.0) for group in self.groups for key in ("prior_precision", "prior_mean")]
-        now = [_contents(value) for value in values]
-        if self._prior is None or not _all_same(self._prior_values, now):
-            self._prior = Prior(self.per_parameter("prior_precision"), self.per_parameter("prior_mean", positive=False))
-            self._prior_values = now
-        return self._prior
+        given = [group.get(key, 0.0) for group in self.groups for key in ("prior_precision", "prior_mean")]
+        now = _snapshot(given)
+        if self._prior is None or self._prior[0] != now:
+            lam = self.per_parameter("prior_precision")
+            self._prior = now, given, Prior(lam, self.per_parameter("prior_mean", positive=False))
+        return self._prior[2]
 
     def per_parameter(self, key: str, positive: bool = True) -> Tensor:
         """A number, dict or tensor per group, as one number per parameter entry, (P,)."""
@@ -144,18 +162,12 @@ def _tied(group: Mapping[str, Any]) -> bool:
     return "precision_lr" in group and group["precision_lr"] is None
 
 
-def _contents(value: Any) -> tuple[Any, ...]:
-    """Return a prior in a form that later changes do not reach: numbers, and tensors with their versions."""
+def _snapshot(value: Any) -> Any:
+    """Return a prior in a form that later changes do not reach: numbers, and tensors by identity and version."""
+    if isinstance(value, list):
+        return [_snapshot(each) for each in value]
     if isinstance(value, Mapping):
-        return tuple((name, *_contents(each)) for name, each in value.items())
-    return (value, value._version) if isinstance(value, Tensor) and not value.is_inference() else (value,)
-
-
-def _all_same(then: Sequence[tuple[Any, ...]], now: Sequence[tuple[Any, ...]]) -> bool:
-    return len(then) == len(now) and all(_same(a, b) for a, b in zip(then, now, strict=True))
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return _all_same(a, b)
-    return a is b or (isinstance(a, float | int | str) and isinstance(b, float | int | str) and a == b)
+        return [(name, _snapshot(each)) for name, each in value.items()]
+    if isinstance(value, Tensor):
+        return id(value), None if value.is_inference() else value._version
+    return value

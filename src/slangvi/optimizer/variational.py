@@ -179,17 +179,24 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             self._mirror.check(self.model)
         with self._exact():
             self._write(self._draw(self._state, self._checked_generator()))
-        self._sampling = True
+        self._sampling, doing = True, "in sampled_params"
         try:
-            if train:
-                with out_of_memory_advice("in sampled_params", self._state, self._rows), self._recorder.recording():
-                    yield
-                advice = out_of_memory_advice("while gradients were collected", self._state, self._rows)
-                with advice, self._exact():
-                    groups = self._collected()
-                self._rows += [_unscaled(group, self.settings) for group in groups]
-            else:
+            if not train:
                 yield
+                return
+            with self._recorder.recording():
+                yield
+            doing = "while gradients were collected"
+            with self._exact():
+                groups = self._collected()
+            # Gradients of each example's own loss, whatever the batch's loss was divided by.
+            is_mean, divisor = self.settings.loss_reduction == "mean", float(self.settings.accumulation_steps)
+            self._rows += [group.scaled(divisor * group.num_rows if is_mean else divisor) for group in groups]
+        except (RuntimeError, MemoryError):
+            if not train:
+                raise
+            with out_of_memory_advice(doing, self._state, self._rows):
+                raise
         finally:
             self._sampling = False
             self._write(self._state.loc)
@@ -287,15 +294,21 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 "opt.train() before forward, or pass a closure that does forward and backward."
             )
         self._sync(contents=False)  # the numbers were compared when the weights were drawn
-        self._warn_of_input(max(group.num_rows for group in rows))
-        with out_of_memory_advice("in the update", self._state, rows), self._exact():
-            state, info = self._advance_rows(rows)
+        largest = max(group.num_rows for group in rows)
+        if largest > self.settings.num_data or self._recorder.unrecorded:
+            self._warn_of_input(largest)
+        try:
+            with self._exact():
+                state, info = self._advance_rows(rows)
+        except (RuntimeError, MemoryError):
+            with out_of_memory_advice("in the update", self._state, rows):
+                raise
         if losses:
             fit = _expected_log_likelihood(losses, sum(group.num_rows for group in rows[earlier:]), self.settings)
             info = replace(info, expected_log_likelihood=fit)  # type: ignore[type-var]
         self._bad_in_a_row = 0
-        if self.num_skipped:
-            info = replace(info, skipped=self.num_skipped)  # type: ignore[type-var]
+        if self._bad_in_all:
+            info = replace(info, skipped=self._bad_in_all)  # type: ignore[type-var]
         self._state, self.info, self._handed_out = state, info, False
         self._write(self._state.loc)
 
@@ -531,12 +544,6 @@ def _chosen(model: nn.Module, params: Any) -> list[Any]:
             "there is nothing to infer: the model has no trainable parameters. Set requires_grad_(True) on some."
         )
     return chosen
-
-
-def _unscaled(group: RowGroup, settings: OptimizerSettings) -> RowGroup:
-    """Gradients of each example's own loss, whatever the batch's loss was divided by."""
-    divisor = settings.accumulation_steps * (group.num_rows if settings.loss_reduction == "mean" else 1)
-    return group if divisor == 1 else group.scaled(float(divisor))
 
 
 def _amplification(attributes: Mapping[str, Any]) -> tuple[float, bool]:

@@ -29,25 +29,16 @@ class Mirror:
         self.params = list(self.named.values())
         self._paths = [(name, *_split(name), param) for name, param in self.named.items()]
         self._places: list[int] = []
-        self._find_vectors()
-        self._mark()
+        self._look()
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.params[0].device
-
-    def _find_vectors(self) -> None:
-        """Make views of the parameters as vectors, if they are not where they were."""
+    def _look(self) -> None:
+        """Remember where the parameters are, and their versions, by which writes of others are noticed."""
+        self._versions = [param._version for param in self.params]
         places = [param.data_ptr() for param in self.params]
         if places != self._places:
-            self._places = places
+            self._places, self.device = places, self.params[0].device
             self._is_flat = all(param.is_contiguous() for param in self.params)
             self._vectors = [param.detach().view(-1) for param in self.params] if self._is_flat else []
-
-    def _mark(self) -> None:
-        """Remember the versions of the parameters, by which writes of others are noticed."""
-        self._versions = [param._version for param in self.params]
 
     def changed(self, loc: Tensor, contents: bool = True) -> bool:
         """Tell whether somebody else wrote to a parameter, replaced its data or moved it since `loc` was written.
@@ -83,15 +74,16 @@ class Mirror:
 
     def write(self, flat: Tensor) -> None:
         """Put a flat vector into the parameters."""
+        if self._places != [param.data_ptr() for param in self.params]:
+            self._look()
         pieces = flat.split(self.spec.numels)
-        self._find_vectors()
         with torch.no_grad():
             if self._is_flat:
                 torch._foreach_copy_(self._vectors, pieces)
             else:
                 pairs = zip(pieces, self.params, strict=True)
                 torch._foreach_copy_(self.params, [piece.view(param.shape) for piece, param in pairs])
-        self._mark()
+        self._versions = [param._version for param in self.params]
 
     def read(self, loc: Tensor) -> Tensor:
         """Return the mean with the values of parameters that were changed from outside; `loc` is not modified."""
@@ -100,8 +92,7 @@ class Mirror:
         for (name, param), (_, part) in zip(self.named.items(), self._pairs(loc), strict=True):
             if not torch.equal(part, param):
                 new[self.spec.slices[name]] = param.detach().flatten().to(new.dtype)
-        self._find_vectors()
-        self._mark()
+        self._look()
         return new
 
     def _pairs(self, loc: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -136,8 +136,8 @@ class Formed(Block):
 class Outer(Block):
     """Sums of outer products, g_r = Σ_t δ_rt ⊗ a_rt: weights of linear layers.
 
-    With one group and one position products need no formed rows. Draws of the weights that saw the same inputs share one
-    copy of them: `right` may have R/S rows, row r of `left` then belongs to row r mod R/S of `right`.
+    With one group and one position products need no formed rows. Draws of the weights that saw the same inputs share
+    one copy of them: `right` may have R/S rows, row r of `left` then belongs to row r mod R/S of `right`.
 
     Args:
         left: δ, (R, G, T, O).
@@ -504,7 +504,7 @@ class Stacked(_Several):
 
 def add(blocks: Sequence[Block]) -> Block:
     """Return the gradients of one tensor that the same examples used several times."""
-    return blocks[0] if len(blocks) == 1 else reduce(_add_two, blocks)
+    return reduce(_add_two, blocks)
 
 
 def _add_two(a: Block, b: Block) -> Block:
@@ -519,8 +519,6 @@ def _add_two(a: Block, b: Block) -> Block:
 
 def stack(blocks: Sequence[Block]) -> Block:
     """Return the gradients of one tensor for several groups of rows, one below the other."""
-    if len(blocks) == 1:
-        return blocks[0]
     if all(isinstance(block, TableRows) for block in blocks):
         return _stack_tables([block for block in blocks if isinstance(block, TableRows)])
     outers = [block for block in blocks if isinstance(block, Outer)]

@@ -80,9 +80,17 @@ class FactoredGradients:
         scales = {group.row_scale for group in groups}
         # One scale for all rows goes to the results, which are small; different ones must go to the rows.
         self.scale = scales.pop() if len(scales) == 1 else 1.0
-        stacked = ((name, _stack_named(name, groups, bool(scales), like)) for name in spec.names)
-        self.blocks = {name: block for name, block in stacked if block is not None}
-        self.is_formed = {name: self._forms(name, block) for name, block in self.blocks.items()}
+        self.blocks: dict[str, Block] = {}
+        self.is_formed: dict[str, bool] = {}
+        for name in spec.names:
+            first = next((group.blocks[name] for group in groups if name in group.blocks), None)
+            if first is None:
+                continue
+            parts = [group.blocks.get(name) or first.zero_rows(group.height, like) for group in groups]
+            if scales:
+                parts = [part.scaled(group.row_scale) for part, group in zip(parts, groups, strict=True)]
+            block = self.blocks[name] = parts[0] if len(parts) == 1 else stack(parts)
+            self.is_formed[name] = self._forms(name, block)
         self._memory = like.new_empty(0)  # formed rows of one segment, where not all are kept
         self._request: tuple[Any, ...] | None = None
         self._below: Tensor | None = None
@@ -226,14 +234,3 @@ class FactoredGradients:
         for columns, segment in self.segments():
             rows[:, columns] = segment.form()
         return rows.mul_(self.scale)
-
-
-def _stack_named(name: str, groups: Sequence[RowGroup], scales: bool, like: Tensor) -> Block | None:
-    """Return all rows of one parameter, scaled if scales differ; groups that did not use it have zero rows."""
-    first = next((group.blocks[name] for group in groups if name in group.blocks), None)
-    if first is None:
-        return None
-    parts = [group.blocks.get(name) or first.zero_rows(group.height, like) for group in groups]
-    if scales:
-        parts = [part.scaled(group.row_scale) for part, group in zip(parts, groups, strict=True)]
-    return stack(parts)

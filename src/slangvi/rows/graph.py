@@ -156,8 +156,7 @@ class Recording:
                 for name, blocks in parts.items():
                     found.setdefault(name, []).extend(blocks)
         for name, blocks in found.items():
-            block = blocks[0] if len(blocks) == 1 else add(blocks)
-            joined[name] = block.to_dtype(dtype or self.params[name].dtype)
+            joined[name] = add([block.to_dtype(dtype or self.params[name].dtype) for block in blocks])
         return joined
 
     def add_block(self, name: str, block: Block) -> None:
@@ -549,7 +548,7 @@ def _note(
     rule, count = find_rule(node), recording.num_rows
     for frontier in frontiers:
         meeting.operand, block = frontier.index, None
-        # Sizes of values made of parameters, such as the position embeddings of a text, differ between graphs of a plan.
+        # Values made of parameters, such as position embeddings, differ in size between graphs of one plan.
         meeting.shape = operand_shape(node, frontier.index) if frontier.views is None else frontier.operand_shape
         if rule is not None and frontier.by_rule:
             with suppress(UnknownNodeError):

@@ -51,9 +51,10 @@ class Call:
 
 @dataclass(eq=False)
 class Backward:
-    """One backward pass.
+    """One backward pass, or several through the same graph.
 
     Args:
+        tasks: its number in autograd's engine, or theirs.
         calls: those that it reached.
         total: gradient as autograd added it up, (P,); None before a parameter was reached.
         accumulated: whether it was a `backward()`, which adds to p.grad, and not a `torch.autograd.grad`.
@@ -62,6 +63,7 @@ class Backward:
         is_partial: whether a parameter was reached before its gradient could be told from that of an earlier pass.
     """
 
+    tasks: list[int]
     calls: dict[Call, None] = field(default_factory=dict)
     total: Tensor | None = None
     accumulated: bool = False
@@ -77,6 +79,7 @@ class Backward:
     def absorb(self, other: Backward) -> None:
         """Add a second pass through the same graph: the same examples, one more loss term."""
         self.calls |= other.calls
+        self.tasks += other.tasks
         assert self.total is not None
         assert other.total is not None
         self.total += other.total
@@ -191,19 +194,17 @@ class GradientRecorder:
 
     def collect(self) -> list[RowGroup]:
         """Return the per-example gradients of the passes recorded, one group for each."""
-        passes, self._backwards = list(self._backwards.items()), {}
-        numbers = {id(backward): [task] for task, backward in passes}
         signals: list[Backward] = []
-        for task, backward in passes:
+        for backward in self._backwards.values():
             if backward.is_signal:
                 twin = next((other for other in signals if other.calls.keys() & backward.calls.keys()), None)
                 if twin is None:
                     signals.append(backward)
                 else:
                     twin.absorb(backward)
-                    numbers[id(twin)].append(task)
+        self._backwards = {}
         self._detach()
-        groups = [self._group(backward, numbers[id(backward)]) for backward in signals]
+        groups = [self._group(backward) for backward in signals]
         if not groups:
             self.forget_data()
         return groups
@@ -265,7 +266,7 @@ class GradientRecorder:
         found = self._backwards.get(task)
         if found is None:
             self._last_task = -1
-            found = self._backwards[task] = Backward()
+            found = self._backwards[task] = Backward([task])
             is_mixed = self._has_passed or (is_first and any(p.grad is not None for p in self._leaves.values()))
             if is_mixed and not self._tensor_hooks:
                 self._add_tensor_hooks()
@@ -346,7 +347,7 @@ class GradientRecorder:
 
     # ---- after the backward passes
 
-    def _group(self, backward: Backward, tasks: Sequence[int]) -> RowGroup:
+    def _group(self, backward: Backward) -> RowGroup:
         """Return the rows of one backward pass, or of several through the same graph."""
         if not backward.calls or any(call.in_backward for call in backward.calls):
             raise UnsupportedModuleError(
@@ -373,16 +374,11 @@ class GradientRecorder:
                 "the model was called without a tensor that has a batch as first dimension, so examples cannot be "
                 "counted. Pass the batch as an argument."
             )
-        assert backward.total is not None
-        if call.recording is None:
-            return RowGroup(call.num_examples, {}, backward.total)
-        return self._rows_of(call.recording, tasks, backward.total)
-
-    def _rows_of(self, recording: Recording, tasks: Sequence[int], total: Tensor) -> RowGroup:
-        count = recording.num_examples
-        if recording.plan is None:  # outputs were not finite, and the step must see that
+        total, recording, count = backward.total, call.recording, call.num_examples
+        assert total is not None
+        if recording is None or recording.plan is None:  # outputs were not finite, and the step must see that
             return RowGroup(count, {}, total)
-        blocks = recording.blocks(self.dtype, tasks)
+        blocks = recording.blocks(self.dtype, backward.tasks)
         if recording.chosen is not None:
             return RowGroup(count, blocks, total, num_chosen=recording.num_rows)
         recording.check_unmodified()
