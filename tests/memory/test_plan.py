@@ -15,7 +15,7 @@ from cases import build
 from slangvi.errors import UnsupportedModuleError
 from slangvi.linalg import products
 from slangvi.memory.plan import MemoryPlan
-from slangvi.methods import step
+from slangvi.rows import factored
 
 X, Y = torch.randn(6, 5), torch.zeros(6)
 
@@ -78,11 +78,11 @@ def test_models_that_insist_on_their_number_of_examples_are_planned():
 
 
 def test_slices_of_long_vectors_are_as_they_were_after_a_plan():
-    before = products._CACHED, step._PIECE
+    before = products._CACHED, factored.CPU_ENTRIES
     with torch.device("meta"):
         wide = nn.Linear(5_000, 2_000)
     plan = slangvi.estimate_memory(wide, torch.empty(8, 5_000), rank=2, curvature_rows=4)
-    assert before == (products._CACHED, step._PIECE)
+    assert before == (products._CACHED, factored.CPU_ENTRIES)
     assert plan.factor == 2 * 4 * plan.num_params
 
 

@@ -75,7 +75,8 @@ class FakeRun:
     def take_step(self, plans: Plans) -> int:
         """Take one step, and return the bytes that stay when it is done."""
         memory, is_optimizer = self.memory, isinstance(self.settings, CompiledOptimizerSettings)
-        state = replace(slang.init(self.params, self.settings.rank), spec=self.spec)
+        steps = slang.EIGENVECTOR_STEPS + 2 * self.settings.rank  # as many as the projection asks for wait for it
+        state = replace(slang.init(self.params, self.settings.rank), spec=self.spec, step=steps)
         memory.label([state.prec_factor], "factor")
         prior = Prior(*(per_parameter(name, 1.0, self.spec, state.loc) for name in ("prior_precision", "prior_mean")))
         gather = self._gather_by_optimizer if is_optimizer else self._gather_by_function
@@ -84,9 +85,11 @@ class FakeRun:
             with memory.phase(*UPDATE, condition=False), _few_slices(self.spec.num_params, state.prec_factor.shape[0]):
                 # No iteration converges; the mean before the step is kept, as every few steps, to measure its length.
                 before = replace(state, loc=state.loc.clone()) if is_optimizer else state
-                new, info = slang.update(state, gradients, num_data=1, prior=prior, lr=Rate(0.1), in_place=is_optimizer)
+                options: dict[str, Any] = {"in_place": is_optimizer, "projection": self.settings.projection}
+                new, info = slang.update(state, gradients, num_data=1, prior=prior, lr=Rate(0.1), **options)
                 step_length(before, new, prior, 0.1, 0.9)
-            memory.label(tensors_in(vars(gradients)), "rows", of=UPDATE[1])  # for both passes over the segments
+            formed = {name: value for name, value in vars(gradients).items() if name not in ("blocks", "groups")}
+            memory.label(tensors_in(formed), "rows", of=UPDATE[1])  # for both passes over the segments
         memory.label([] if is_optimizer else new.tensors, "next_state")
         del kept, gradients, state, before
         assert info.step  # the new state stays, and what is known about the step

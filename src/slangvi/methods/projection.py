@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slangvi.linalg.products import column_squares, gram_float64, mix_rows, rows_dot
+from slangvi.linalg.products import batch_matmul, column_squares, gram_float64, mix_rows, rows_dot
 from slangvi.linalg.topk import (
     OVERSAMPLING,
     PRODUCTS,
@@ -27,11 +27,13 @@ from slangvi.linalg.topk import (
 )
 from slangvi.rows.operator import GradientOperator, SegmentRows
 
-__all__ = ["Decision", "LeadingEigenvectors", "Part", "Projection", "choose_route"]
+__all__ = ["Decision", "FactorAnalysis", "LeadingEigenvectors", "Part", "Projection", "choose_route"]
 
 Number = float | Tensor
 # Rows up to which their Gram is always formed: it takes few operations, though many multiplications.
 MANY_ROWS = 2048
+# Share of (1−β)d + βλ below which d⁺ does not fall in one EM step, where rounding would take all of it.
+LEAST_LEFT = 1e-3
 Route = Literal["gram", "parameters", "applied", "diagonal"]
 
 
@@ -80,6 +82,9 @@ class Projection(Protocol):
 
     def observe(self, parts: Callable[[], Iterable[Part]]) -> Tensor:
         """Return what is to be decided on, a small float64 matrix; it is not finite if a gradient is not."""
+
+    def trace(self, small: Tensor) -> Tensor:
+        """Return the trace of (1−β)UUᵀ + βĜ, (...)."""
 
     def decide(self, small: Tensor, parts: Callable[[], Iterable[Part]]) -> Decision:
         """Solve the small problem; the only place that waits for the device."""
@@ -160,6 +165,11 @@ class LeadingEigenvectors:
             small[..., :height, height:] *= (keep * gain) ** 0.5
             small[..., height:, :height] *= (keep * gain) ** 0.5
         return sums[0][2] if len(sums) == 1 else torch.stack([small for _, _, small in sums]).sum(0)
+
+    def trace(self, small: Tensor) -> Tensor:
+        """Return the trace of A, (...)."""
+        is_vector = self.route in ("applied", "diagonal")
+        return small.sum(-1) if is_vector else small.diagonal(dim1=-2, dim2=-1).sum(-1)
 
     def _whole_matrix(self, parts: Iterable[Part]) -> Tensor:
         """A itself, float64, (..., P, P)."""
@@ -267,6 +277,114 @@ class LeadingEigenvectors:
         left += base
         torch.maximum(left, torch.minimum(base, part.prior_precision, out=base), out=part.new_diag)
         return torch.sub(part.new_diag, left, out=left).sum(-1)
+
+
+class FactorAnalysis:
+    r"""One EM step of maximum-likelihood factor analysis of the new precision, which lowers KL(q ‖ N(μ, Λ⁻¹)).
+
+    $$ \Lambda = (1-\beta)(UU^\top + D) + \beta(\hat G + \lambda), \qquad B = U^\top (UU^\top + D)^{-1}, $$
+    $$ U^+ = \Lambda B^\top E^{-1}, \quad E = I - BU + B \Lambda B^\top, \qquad
+       d^+ = \mathrm{diag}\,\Lambda - \mathrm{rowsum}(U^+ \circ \Lambda B^\top) $$
+
+    With Z = U/d, S = UᵀZ, K = (I + S)⁻¹ and A = GZ, all of it comes from small matrices and U, Z and G once more:
+    ΛBᵀ = U − c with c = βU − gain GᵀAK − β(λ∘Z)K, and U⁺ = U − c − q with q = (U − c)(I − E'⁻¹), E' = E but for K.
+    Changes c and q are of the size of β, and so is their rounding; d⁺ is written as d and terms of that size:
+
+    $$ d^+ = (1-\beta)d + \beta\lambda + \beta\,\mathrm{diag}\,\hat G - \beta u^2 + c(2u-c) + (u-c)q $$
+
+    U = 0 is a fixed point, and so are columns that are zero: begin with `LeadingEigenvectors`.
+
+    Args:
+        factor: U by rows, (..., L, P), L ≥ 1.
+        height: R, rows of gradients.
+    """
+
+    def __init__(self, factor: Tensor, height: int) -> None:
+        self.rank, self.height, self.dtype, self.device = factor.shape[-2], height, factor.dtype, factor.device
+        self._last: tuple[Number, Tensor, list[Tensor]] | None = None  # β, weights, and what a part multiplies by
+
+    def observe(self, parts: Callable[[], Iterable[Part]]) -> Tensor:
+        """Return sums over all parts by rows, float64, (..., R + 3L + 1, L).
+
+        These are √gain GZ, √(1−β) UᵀZ, UᵀZ and Zᵀ((1−β)D + βλ)Z, and a row of traces whose sum is that of A.
+        """
+        total: Tensor | None = None
+        for part in parts():
+            beta, gain = _matrix(part.precision_lr), _matrix(part.gain)
+            scaled = part.factor / part.diag.unsqueeze(-2)
+            if part.rows.space is not None:
+                new, old = _inner(part.rows.space, scaled).split([self.height, self.rank])
+            else:
+                new, old = part.rows.mm(scaled).double(), _inner(part.factor, scaled)
+            prior = _inner(scaled * part.prior_precision.unsqueeze(-2), scaled)
+            traces = part.factor.square().sum(-1, dtype=torch.float64).unsqueeze(-2) * (1 - beta)
+            traces[..., :1] += part.rows.square_sum().sum(-1, dtype=torch.float64)[..., None, None] * gain
+            found = [new * gain**0.5, old * (1 - beta) ** 0.5, old, old * (1 - beta) + prior * beta, traces]
+            stacked = torch.cat(found, -2)
+            total = stacked if total is None else total.add_(stacked)
+        assert total is not None
+        return total
+
+    def trace(self, small: Tensor) -> Tensor:
+        """Return the trace of A, (...)."""
+        return small[..., -1, :].sum(-1)
+
+    def decide(self, small: Tensor, parts: Callable[[], Iterable[Part]]) -> Decision:
+        """Return AK, (√(1−β) UᵀZ)ᵀK, K, and I − E'⁻¹ by rows, (..., R + 3L, L); the spectrum is that of UᵀD⁻¹U."""
+        rank, height = self.rank, self.height
+        new, kept, old, diagonal = (x for x in small[..., :-1, :].split([height, rank, rank, rank], -2))
+        eye = torch.eye(rank, dtype=small.dtype, device=small.device)
+        old = 0.5 * (old + old.mT)
+        capacitance = eye + old
+        inverse = torch.linalg.inv(capacitance)
+        inner = capacitance + kept.mT @ kept + new.mT @ new + 0.5 * (diagonal + diagonal.mT)
+        # E' = K N K, and I − E'⁻¹ = E'⁻¹ (E' − I) without the difference of nearly equal matrices.
+        change = inverse @ (inner - capacitance @ capacitance) @ inverse
+        shrink = capacitance @ torch.linalg.solve(inner, capacitance @ change)
+        spectrum = torch.linalg.eigvalsh(old).flip(-1).clamp_min(0.0)
+        weights = torch.cat([new @ inverse, kept @ inverse, inverse, shrink.mT], -2)
+        return Decision(weights, spectrum.to(self.dtype), small.new_zeros(small.shape[:-2]))
+
+    def project(self, part: Part, decision: Decision) -> Tensor:
+        """Write the new precision of one part; return the sum of what rounding would take from d⁺."""
+        if self._last is None or self._last[0] is not part.precision_lr or self._last[1] is not decision.weights:
+            self._last = part.precision_lr, decision.weights, self._weights(part, decision.weights)
+        drop, prior, shrink = self._last[2]
+        beta, gain = (x.to(self.dtype) if isinstance(x, Tensor) else x for x in (part.precision_lr, part.gain))
+        old, lam = part.factor, part.prior_precision
+        if part.rows.space is not None:
+            lost = drop @ part.rows.space  # c
+        else:
+            lost = drop[..., self.height :] @ old
+            part.rows.add_t_mm(drop[..., : self.height].mT, lost)
+        lost -= prior @ (old * (lam / part.diag).unsqueeze(-2))
+        moved = old - lost  # ΛBᵀ
+        less = shrink @ moved  # q
+        left = (lost * (2 * old - lost)).sum(-2).add_((moved * less).sum(-2))
+        for vector, share in ((column_squares(old), -beta), (part.rows.square_sum(), gain)):
+            if isinstance(share, Tensor):
+                left.addcmul_(vector, share)
+            else:
+                left.add_(vector, alpha=share)
+        base = torch.lerp(part.diag, lam, beta)
+        left += base
+        torch.sub(moved, less, out=part.new_factor)
+        torch.maximum(left, base.mul_(LEAST_LEFT), out=part.new_diag)
+        return torch.sub(part.new_diag, left, out=left).sum(-1)
+
+    def _weights(self, part: Part, weights: Tensor) -> list[Tensor]:
+        """Return what G above U, λ∘Z and ΛBᵀ are multiplied by in a part, in the dtype and on the device of U."""
+        new, kept, inverse, shrink = weights.split([self.height, self.rank, self.rank, self.rank], -2)
+        beta, gain = _matrix(part.precision_lr), _matrix(part.gain)
+        eye = torch.eye(self.rank, dtype=weights.dtype, device=weights.device)
+        drop = eye - kept * (1 - beta) ** 0.5 - inverse * (1 - beta)
+        made = (torch.cat([-new * gain**0.5, drop], -2).mT, inverse * beta, shrink.mT)
+        return [x.to(self.device, self.dtype, non_blocking=True).contiguous() for x in made]
+
+
+def _inner(rows: Tensor, others: Tensor) -> Tensor:
+    """Return inner products of rows, float64, (..., K, n) and (..., L, n) → (..., K, L)."""
+    return rows_dot(rows, others, torch.float64) if rows.ndim == 2 else batch_matmul(rows, others.mT).double()
 
 
 def _matrix(number: Number) -> Number:

@@ -35,6 +35,10 @@ from slangvi.types import Transform
 __all__ = ["SLANG", "Info", "State", "build", "init", "kl_to_prior", "posterior", "sample", "update"]
 
 
+# Steps of any run that keep the leading eigenvectors: factor analysis leaves columns of U as they are that are zero.
+EIGENVECTOR_STEPS = 20
+
+
 @dataclass(frozen=True, eq=False)
 class State:
     """Everything the next step needs; leading dimensions, the same everywhere, are runs that go in lockstep.
@@ -75,8 +79,9 @@ class Info(Told):
     Args:
         step: number of the step, from 1.
         num_rows: R, per-example gradients used.
-        spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (..., L).
-        total: sum of all its eigenvalues; `captured` is the share that U⁺ holds, (...).
+        spectrum: leading L eigenvalues of (1−β)UUᵀ + βĜ, largest first, (..., L); with `projection="em"` those of
+            D^(−1/2)UUᵀD^(−1/2) after the step, which do not depend on the scale of parameters.
+        total: sum of all eigenvalues, of that matrix plus one for "em"; `captured` is the share that U⁺ holds, (...).
         residual: bound on the relative error of those eigenpairs; 0 when they were computed in full, (...).
         clipped: Σ of what rounding would have taken from d⁺ below its bound; rounding only, (...).
         expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
@@ -132,6 +137,7 @@ def update(
     momentum: float | Tensor = 0.9,
     ages: Tensor | None = None,
     in_place: bool = False,
+    projection: str = "eig",
 ) -> tuple[State, Info]:
     r"""One step of SLANG from per-example gradients G (R rows); leading dimensions of the state are runs in lockstep.
 
@@ -154,6 +160,8 @@ def update(
         momentum: γ, on the likelihood gradient only.
         ages: t of each entry where some joined later, (P,); None for the state's own.
         in_place: write the new state over the old one, segment by segment, instead of into fresh memory.
+        projection: "eig" as above; "em" for a step of factor analysis instead, after the first steps, in which
+            directions enter by their eigenvectors.
 
     Returns:
         The state after the step, and what can be told about it. Raises `NumericalError` instead of returning a state
@@ -163,8 +171,17 @@ def update(
     rates = Rates(lr.value, precision_lr or lr, momentum, 1 - momentum ** (step if ages is None else ages))
     old = state.tensors
     new = old if in_place else Tensors(*map(torch.empty_like, old))
+    first = max(EIGENVECTOR_STEPS, -(-2 * old.prec_factor.shape[-2] // gradients.height))
     precision, diagnostics = take_step(
-        old, new, gradients, num_data=num_data, prior=prior, rates=rates, spec=state.spec, step=step
+        old,
+        new,
+        gradients,
+        num_data=num_data,
+        prior=prior,
+        rates=rates,
+        spec=state.spec,
+        step=step,
+        by_em=projection == "em" and step > first,
     )
     return finished(new, precision, diagnostics, step, state.spec, gradients.num_rows, prior)
 
@@ -223,7 +240,8 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
     settings = bind_settings("build", CompiledSettings, **options)
     common = Common(log_likelihood, settings)
     begin = partial(init, rank=settings.rank, init_precision=settings.init_precision)
-    return common.transform(begin, update, sample, posterior, replay=_replay(common) if settings.compile else None)
+    advance = partial(update, projection=settings.projection)
+    return common.transform(begin, advance, sample, posterior, replay=_replay(common) if settings.compile else None)
 
 
 def _replay(common: Common) -> Replay[State]:
@@ -276,6 +294,7 @@ class SLANG(GaussianOptimizer[State, Info]):
     @init_keywords_of(CompiledOptimizerSettings)
     def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
         super().__init__(model, bind_settings(type(self).__name__, CompiledOptimizerSettings, *args, **options))
+        self._update = partial(update, projection=self.settings.projection)
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         return init(params, self.settings.rank, hyper.per_parameter("init_precision"))

@@ -26,7 +26,7 @@ from slangvi.linalg import LowRankPrecision, factorize
 from slangvi.linalg.products import cache_slices
 from slangvi.linalg.threads import one_thread
 from slangvi.linalg.topk import SMALL
-from slangvi.methods.projection import Decision, LeadingEigenvectors, Part, Projection, choose_route
+from slangvi.methods.projection import Decision, FactorAnalysis, LeadingEigenvectors, Part, Projection, choose_route
 from slangvi.params import ParamSpec
 from slangvi.params.state import require_finite
 from slangvi.priors import Prior
@@ -101,6 +101,7 @@ class Step:
         prior: λ and μ₀, (..., P).
         rates: of this step.
         spec: layout of the flat vector.
+        by_em: whether the way back to the family is `FactorAnalysis`, and not `LeadingEigenvectors`.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Step:
         prior: Prior,
         rates: Rates,
         spec: ParamSpec,
+        by_em: bool = False,
     ) -> None:
         self.old, self.new, self.gradients, self.prior, self.rates = old, new, gradients, prior, rates
         self.weight = num_data / gradients.num_rows
@@ -119,8 +121,12 @@ class Step:
         self.in_place = new.loc.data_ptr() == old.loc.data_ptr()
         self.ends = _ends(spec, rates.precision_lr)
         rank, size = old.prec_factor.shape[-2:]
-        route = choose_route(rank, size, gradients, old.loc.dtype)
-        self.projection: Projection = LeadingEigenvectors(old.prec_factor, gradients.height, route)
+        self.projection: Projection
+        if by_em and rank:
+            self.projection = FactorAnalysis(old.prec_factor, gradients.height)
+        else:
+            route = choose_route(rank, size, gradients, old.loc.dtype)
+            self.projection = LeadingEigenvectors(old.prec_factor, gradients.height, route)
 
     def parts(self) -> Iterator[Part]:
         """Yield the segments of the precision with their rows."""
@@ -186,17 +192,14 @@ class Step:
         Returns:
             The small problem, on the host where it is solved faster; its trace (...); and the bounds.
         """
-
-        def trace_of(small: Tensor) -> Tensor:
-            return small.diagonal(dim1=-2, dim2=-1).sum(-1) if small.ndim > self.old.loc.ndim else small.sum(-1)
-
+        trace = self.projection.trace
         if not small.is_cuda or self.old.loc.ndim > 1:
-            return small, trace_of(small), bounds.tolist()
+            return small, trace(small), bounds.tolist()
         if len(small) <= SMALL:
             both = torch.cat([small.flatten(), bounds]).cpu()
             small, bounds = both[: small.numel()].view(small.shape), both[small.numel() :]
-            return small, trace_of(small), bounds.tolist()
-        both = torch.cat([trace_of(small).view(1), bounds]).cpu()
+            return small, trace(small), bounds.tolist()
+        both = torch.cat([trace(small).view(1), bounds]).cpu()
         return small, both[0], both[1:].tolist()
 
     def decide(self, small: Tensor) -> Decision:
@@ -239,6 +242,7 @@ def take_step(
     rates: Rates,
     spec: ParamSpec,
     step: int,
+    by_em: bool = False,
 ) -> tuple[LowRankPrecision, Diagnostics]:
     """Take one step from `old` to `new`, which may be the same tensors; return the factorised precision as well.
 
@@ -251,11 +255,12 @@ def take_step(
         rates: of this step.
         spec: layout, for messages.
         step: number of the step, for messages.
+        by_em: see `Step`.
 
     Raises:
         NumericalError: if the step would not be finite. `old` is as it was then.
     """
-    work = Step(old, new, gradients, num_data, prior, rates, spec)
+    work = Step(old, new, gradients, num_data, prior, rates, spec, by_em)
     small, trace, bounds = work.look(work.observe(), work.bounds())
     largest = float(trace.sum())
     if not math.isfinite(largest):
@@ -282,7 +287,11 @@ def take_step(
             for target, value in zip(new, made, strict=True):
                 target.copy_(value)
             precision = factorize(new.prec_factor, new.prec_diag)
-    return precision, collect_diagnostics(decision.spectrum, trace, decision.residual, clipped, old.loc)
+    spectrum, total = decision.spectrum, trace
+    if isinstance(work.projection, FactorAnalysis):
+        spectrum = precision.spectrum[0].square().sub(1).flip(-1)
+        total = spectrum.sum(-1) + old.loc.shape[-1]
+    return precision, collect_diagnostics(spectrum, total, decision.residual, clipped, old.loc)
 
 
 def collect_diagnostics(

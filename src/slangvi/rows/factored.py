@@ -17,9 +17,9 @@ from slangvi.types import Routes
 
 __all__ = ["FactoredGradients", "RowGroup"]
 
-# Most columns of a segment, whatever its rows take, and on a CPU, most entries of its rows and those of the factor:
-# temporaries that are used twice in a row should still be in the cache the second time.
-MOST_COLUMNS = 1 << 24
+# Most columns of a segment, whatever its rows take, and most entries of a temporary as large as the factor there.
+MOST_COLUMNS, MOST_ENTRIES = 1 << 24, 1 << 26
+# The same on a CPU: temporaries that are used twice in a row should still be in the cache the second time.
 CPU_COLUMNS, CPU_ENTRIES = 1 << 17, 1 << 21
 # Bytes of formed rows that are always allowed.
 LEAST_FORMED = 1 << 28
@@ -174,8 +174,9 @@ class FactoredGradients:
             most: columns that may be formed at once.
             rank: L.
         """
-        most_formed, most_factored, on_cpu = min(MOST_COLUMNS, most), MOST_COLUMNS, self.like.device.type == "cpu"
-        if on_cpu:
+        most_factored = min(MOST_COLUMNS, MOST_ENTRIES // max(1, rank))
+        most_formed = min(most, most_factored)
+        if self.like.device.type == "cpu":
             most_formed = min(most_formed, CPU_ENTRIES // max(1, self.height + rank))
             most_factored = min(most_factored, CPU_COLUMNS, CPU_ENTRIES // max(1, rank))
         # A product of factors with the L rows of U holds R·L numbers for each output.

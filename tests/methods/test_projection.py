@@ -1,0 +1,239 @@
+"""Factor analysis as the way back to the family: its definition, what it lowers, scales of inputs, rounding, runs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import slangvi
+from slangvi import slang
+from slangvi.params import ParamSpec
+from slangvi.priors import Prior
+from slangvi.rows import DenseGradients
+from slangvi.schedules import Rate
+
+NUM_DATA = 60.0
+LATE = slang.EIGENVECTOR_STEPS + 100
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+
+class Problem:
+    """A state late enough for factor analysis, rows and a prior; two parameter tensors, which may have their own β."""
+
+    def __init__(self, P=7, L=2, R=4, betas=(0.3, 0.3), dtype=torch.float64, seed=0, size=2.0) -> None:
+        torch.manual_seed(seed)
+        sizes = (P // 2, P - P // 2)
+        self.spec = ParamSpec(("a", "b"), tuple(torch.Size((size,)) for size in sizes))
+        self.beta = torch.cat([torch.full((n,), b, dtype=torch.float64) for n, b in zip(sizes, betas, strict=True)])
+        self.rate = Rate.of(list(betas), self.spec, torch.empty(0, dtype=dtype))
+        factor, diag = size * randn(L, P, dtype=dtype), (torch.rand(P).double() + 0.2).to(dtype)
+        self.state = slang.State(randn(P, dtype=dtype), factor, diag, randn(P, dtype=dtype), LATE, self.spec)
+        self.rows = randn(R, P, dtype=dtype)
+        self.prior = Prior((torch.rand(P).double() + 0.5).to(dtype), randn(P, dtype=dtype))
+
+    def step(self, projection: str = "em", **options) -> tuple[slang.State, slang.Info]:
+        given = {"prior": self.prior, "lr": Rate(0.1), "precision_lr": self.rate, "momentum": 0.9, **options}
+        gradients = DenseGradients.from_rows(self.rows)
+        return slang.update(self.state, gradients, num_data=NUM_DATA, projection=projection, **given)
+
+    def target(self) -> Tensor:
+        """Λ, the precision that the step is to come near."""
+        keep, gain = torch.diag((1 - self.beta).sqrt()), torch.diag(self.beta.sqrt())
+        rows = self.rows.double()
+        old = precision_of(self.state)
+        new = NUM_DATA / len(rows) * rows.T @ rows + torch.diag(self.prior.precision.double())
+        return keep @ old @ keep + gain @ new @ gain
+
+
+def precision_of(state: slang.State) -> Tensor:
+    factor = state.prec_factor.double()
+    return factor.mT @ factor + torch.diag_embed(state.prec_diag.double())
+
+
+def divergence(precision: Tensor, target: Tensor) -> float:
+    """KL(q ‖ N(μ, Λ⁻¹)) of Gaussians with one mean."""
+    product = target @ torch.linalg.inv(precision)
+    return float(0.5 * (product.trace() - torch.linalg.slogdet(product)[1] - len(target)))
+
+
+def em_by_definition(state: slang.State, target: Tensor) -> tuple[Tensor, Tensor]:
+    """U⁺U⁺ᵀ and d⁺ of one EM step of factor analysis of a matrix."""
+    U = state.prec_factor.double().T
+    B = U.T @ torch.linalg.inv(precision_of(state))
+    C = target @ B.T
+    E = torch.eye(U.shape[1], dtype=torch.float64) - B @ U + B @ C
+    new = C @ torch.linalg.inv(E)
+    return new @ new.T, target.diagonal() - (new * C).sum(1)
+
+
+@given(
+    P=st.integers(2, 12),
+    L=st.integers(1, 5),
+    R=st.integers(1, 8),
+    betas=st.sampled_from([(0.3, 0.3), (0.01, 0.01), (1.0, 1.0), (0.2, 0.6), (0.0, 0.3)]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=st.integers(0, 50),
+)
+def test_a_step_is_the_em_step_of_its_definition(P, L, R, betas, dtype, seed):
+    problem = Problem(P, L, R, betas, dtype, seed)
+    low, diag = em_by_definition(problem.state, problem.target())
+    state, info = problem.step()
+    scale = float(problem.target().abs().max())
+    found = state.prec_factor.double().T @ state.prec_factor.double()
+    torch.testing.assert_close(found, low, rtol=0, atol=TOLERANCE[dtype] * scale)
+    if not float(info.clipped):
+        torch.testing.assert_close(state.prec_diag.double(), diag, rtol=0, atol=TOLERANCE[dtype] * scale)
+    assert bool((state.prec_diag > 0).all())
+
+
+@given(
+    P=st.integers(2, 12), L=st.integers(1, 5), R=st.integers(1, 8), beta=st.floats(1e-3, 1.0), seed=st.integers(0, 99)
+)
+def test_a_step_never_goes_away_from_the_new_precision(P, L, R, beta, seed):
+    problem = Problem(P, L, R, (beta, beta), seed=seed)
+    target = problem.target()
+    before, after = (divergence(precision_of(state), target) for state in (problem.state, problem.step()[0]))
+    assert after <= before + 1e-9 * (1 + before)
+
+
+@given(seed=st.integers(0, 50), low=st.floats(1e-3, 1.0), high=st.floats(1.0, 1e3))
+def test_the_scale_of_parameters_makes_no_difference(seed, low, high):
+    """Inputs times s are parameters over s: the precision of these is s times it times s, by factor analysis alone."""
+    one, other = Problem(seed=seed), Problem(seed=seed)
+    scale = torch.logspace(0, 1, 7, dtype=torch.float64).log10() * (high - low) + low
+    other.rows *= scale
+    other.prior = Prior(one.prior.precision * scale**2, one.prior.mean)
+    other.state = slang.State(
+        one.state.loc, one.state.prec_factor * scale, one.state.prec_diag * scale**2, one.state.momentum, LATE, one.spec
+    )
+    expected = precision_of(one.step()[0]) * scale * scale[:, None]
+    torch.testing.assert_close(precision_of(other.step()[0]), expected, rtol=1e-7, atol=1e-7 * float(expected.max()))
+    by_eigenvectors = precision_of(one.step("eig")[0]) * scale * scale[:, None]
+    if high > 30 * low:
+        assert not torch.allclose(precision_of(other.step("eig")[0]), by_eigenvectors, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_many_small_steps_in_float32_are_those_in_float64(size):
+    """Rounding of a step has the size of β, so that the fixed point has the rounding of one step."""
+    runs = []
+    for dtype in (torch.float32, torch.float64):
+        problem = Problem(8, 2, 3, (1e-3, 1e-3), torch.float64, size=size)
+        batches = [randn(3, 8) * size for _ in range(2000)]
+        problem.prior = Prior(problem.prior.precision.to(dtype), problem.prior.mean.to(dtype))
+        state = problem.state
+        problem.state = slang.State(*(getattr(state, n).to(dtype) for n in FIELDS), LATE, problem.spec)
+        for rows in batches:
+            problem.rows = rows.to(dtype)
+            problem.state = problem.step()[0]
+        runs.append(problem.state)
+    torch.testing.assert_close(runs[0].prec_diag.double(), runs[1].prec_diag, rtol=1e-3, atol=0)
+    torch.testing.assert_close(precision_of(runs[0]), precision_of(runs[1]), rtol=1e-3, atol=1e-3 * size**2)
+
+
+FIELDS = ("loc", "prec_factor", "prec_diag", "momentum")
+
+
+def test_runs_in_lockstep_are_the_single_runs():
+    problems = [Problem(seed=seed) for seed in range(3)]
+    whole = Problem()
+    whole.state = slang.State(
+        *(torch.stack([getattr(p.state, name) for p in problems]) for name in FIELDS), LATE, whole.spec
+    )
+    whole.rows = torch.stack([p.rows for p in problems])
+    whole.prior = Prior(*(torch.stack([getattr(p.prior, n) for p in problems]) for n in ("precision", "mean")))
+    betas = torch.tensor([[0.1], [0.3], [0.7]], dtype=torch.float64)
+    state, info = whole.step(precision_lr=Rate(betas))
+    for k, problem in enumerate(problems):
+        alone, told = problem.step(precision_lr=Rate(float(betas[k])))
+        torch.testing.assert_close(precision_of(state)[k], precision_of(alone))
+        torch.testing.assert_close(state.loc[k], alone.loc)
+        torch.testing.assert_close(info.spectrum[k], told.spectrum)
+
+
+def test_what_is_told_does_not_depend_on_the_scale():
+    state, info = Problem().step()
+    white = state.prec_factor * state.prec_diag.rsqrt()
+    torch.testing.assert_close(info.spectrum, torch.linalg.eigvalsh(white @ white.mT).flip(0))
+    assert info.captured == pytest.approx(float(info.spectrum.sum() / (info.spectrum.sum() + 7)))
+    assert info.rank_used == 2
+
+
+def test_the_first_steps_keep_eigenvectors_and_so_does_rank_zero():
+    problem = Problem(L=0)
+    assert torch.equal(problem.step()[0].prec_diag, problem.step("eig")[0].prec_diag)
+    early = Problem(L=3, R=4)
+    early.state = slang.State(*(getattr(early.state, n) for n in FIELDS), slang.EIGENVECTOR_STEPS - 1, early.spec)
+    assert torch.equal(early.step()[0].prec_factor, early.step("eig")[0].prec_factor)
+    assert not torch.equal(Problem().step()[0].prec_factor, Problem().step("eig")[0].prec_factor)
+
+
+def test_gradients_that_are_not_finite_leave_the_state():
+    problem = Problem()
+    problem.rows[1, 2] = torch.nan
+    before = copy.deepcopy(problem.state)
+    with pytest.raises(slangvi.NumericalError, match="gradient of parameter 'a' is not finite"):
+        problem.step(in_place=True)
+    assert all(torch.equal(getattr(problem.state, name), getattr(before, name)) for name in FIELDS)
+
+
+# ---- runs
+
+
+def regression() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(40, 3, dtype=torch.float64) * torch.tensor([1.0, 10.0, 0.1], dtype=torch.float64)
+    return x, x @ torch.tensor([1.0, -0.2, 3.0], dtype=torch.float64)
+
+
+def test_an_optimizer_and_the_functional_interface_learn_with_it():
+    """Both go by engines that read the graph; weights are held as factors, biases formed."""
+    x, y = regression()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    source = torch.Generator().manual_seed(0)
+    routes = slangvi.Routes(layers={"0.weight": "factor", "*": "auto"})
+    opt = slangvi.SLANG(
+        model, num_data=40, rank=2, lr=0.05, projection="em", routes=routes, generator=source, prior_precision=1e-2
+    )
+    losses = []
+    for _ in range(120):
+        with opt.sampled_params(train=True):
+            opt.zero_grad()
+            loss = 0.5 * F.mse_loss(model(x)[:, 0], y)
+            loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    assert sum(losses[-20:]) < 0.3 * sum(losses[:20])
+    assert 0 < opt.info.captured < 1
+
+    def log_likelihood(params, batch):
+        return -0.5 * (batch[1] - batch[0] @ params["w"]).square()
+
+    exact = torch.linalg.solve(x.T @ x + torch.eye(3, dtype=torch.float64), x.T @ y)
+    for engine in ("dense", "factored"):
+        vi = slangvi.slang.build(
+            log_likelihood, num_data=40, rank=2, lr=slangvi.inverse_time(0.5, 0.51), projection="em", engine=engine
+        )
+        state = vi.init({"w": torch.zeros(3, dtype=torch.float64)})
+        for _ in range(300):
+            state, _ = vi.update(state, (x, y), generator=source)
+        assert float((state.loc - exact).abs().max()) < 0.2
+
+
+def test_it_is_not_captured_and_has_two_words():
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match='compile=True needs projection="eig"'):
+        slangvi.SLANG(model, num_data=4, rank=1, lr=0.1, projection="em", compile=True)
+    with pytest.raises(ValueError, match="projection"):
+        slangvi.SLANG(model, num_data=4, rank=1, lr=0.1, projection="svd")
