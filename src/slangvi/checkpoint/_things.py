@@ -19,7 +19,7 @@ __all__ = ["described", "misfit", "taken_apart", "unlike_model"]
 
 
 def taken_apart(thing: Any, tensors: dict[str, Tensor]) -> tuple[dict[str, Any], Any]:
-    """What the header says about a thing, and the thing as JSON with its tensors elsewhere."""
+    """Return what the header says about a thing, and the thing as JSON with its tensors elsewhere."""
     if isinstance(thing, VariationalOptimizer):
         if thing.has_gradients:
             raise CheckpointError(
@@ -27,32 +27,26 @@ def taken_apart(thing: Any, tensors: dict[str, Tensor]) -> tuple[dict[str, Any],
                 "step(), or call discard_gradients() first."
             )
         content = thing.state_dict()
-        about = described(thing)
-        finite = content["slangvi"]["tensors"]
+        parts = content["slangvi"]["tensors"]
     elif (record_of(thing) or "layout") != "layout":
-        content, about = thing, described(thing)
-        finite = {name: getattr(thing, name) for name in RECORDS[about["method"]].fields}
+        content = thing
+        parts = {name: getattr(thing, name) for name in RECORDS[str(record_of(thing))].fields}
     else:
         raise CheckpointError(
             f"a {type(thing).__name__} cannot be saved. Give an optimizer of slangvi, a state of the functional "
             "interface or of replicas, or a posterior; other things go in by name: save(path, opt, scheduler=sched)."
         )
-    for name, value in finite.items():
+    for name, value in parts.items():
         if isinstance(value, Tensor) and not _good(name, value):
             raise CheckpointError(
                 f"{name!r} holds NaN, Inf or values out of its range, which is no state to go on from. Nothing was "
                 "written, and the file that is there stays."
             )
-    return about, encode(content, tensors, "run")
+    return described(thing), encode(content, tensors, "run")
 
 
 def described(thing: Any) -> dict[str, Any]:
-    """What one may want to know of a checkpoint without loading it."""
-    about: dict[str, Any] = {
-        "slangvi": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    """Return what a header says about a thing besides its values: versions, kind, method and sizes."""
     if isinstance(thing, VariationalOptimizer):
         thing = thing._own()
         thing._sync()
@@ -61,30 +55,28 @@ def described(thing: Any) -> dict[str, Any]:
     else:
         state, method = thing, str(record_of(thing))
         kind, dtypes = "state" if hasattr(thing, "spec") else "posterior", None
-    return about | {"kind": kind, "method": method} | _numbers(state, dtypes)
+    versions = {"slangvi": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return {**versions, "kind": kind, "method": method, **_numbers(state, dtypes)}
 
 
 def _numbers(state: Any, dtypes: list[str] | None) -> dict[str, Any]:
+    """Return sizes, dtypes and the step of a state or posterior; `dtypes` are those of the parameters."""
     spec: ParamSpec | None = getattr(state, "spec", getattr(state, "param_spec", None))
     loc, factor, step = state.loc, getattr(state, "prec_factor", None), getattr(state, "step", None)
-    names = [] if spec is None else list(zip(spec.names, spec.shapes, strict=True))
-    parameters = [
-        {"name": name, "shape": list(shape), "dtype": dtypes[k] if dtypes else str(loc.dtype)}
-        for k, (name, shape) in enumerate(names)
-    ]
-    rank = None if factor is None else factor.shape[-1 if hasattr(state, "param_spec") else -2]
+    names, shapes = ((), ()) if spec is None else (spec.names, spec.shapes)
+    parameters = zip(names, shapes, dtypes or [str(loc.dtype)] * len(names), strict=True)
     return {
         "num_params": loc.shape[-1],
-        "rank": rank,
+        "rank": None if factor is None else factor.shape[-1 if hasattr(state, "param_spec") else -2],
         "dtype": str(loc.dtype),
         "device": loc.device.type,
         "step": step.tolist() if isinstance(step, Tensor) else step,
-        "parameters": parameters,
+        "parameters": [{"name": name, "shape": list(shape), "dtype": dtype} for name, shape, dtype in parameters],
     }
 
 
 def unlike_model(about: dict[str, Any], here: dict[str, Any], across_devices: bool) -> str:
-    """In which of the things that the header tells a file and a thing differ first; empty if in none."""
+    """Say what differs first between the header of a file and the description of a thing; empty if nothing does."""
     for key, word in (("kind", "of kind"), ("method", "of method"), ("rank", "of rank L =")):
         if about[key] != here[key]:
             return f"it is {word} {about[key]!r}, and this is {word} {here[key]!r}"
@@ -111,7 +103,7 @@ def _parameter(entry: dict[str, Any]) -> str:
 
 
 def misfit(saved: Any, here: Any, name: str = "") -> str:
-    """In which field a state or posterior differs first from one that should be like it; empty if in none."""
+    """Say in which field a state or posterior differs first from one it should be like; empty if in none."""
     if type(saved) is not type(here):
         return f"{name or 'it'} is a {type(saved).__name__}, and this has a {type(here).__name__}"
     if isinstance(saved, Tensor):
