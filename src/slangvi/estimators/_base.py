@@ -28,7 +28,7 @@ from slangvi.estimators.data import Array, Scale, held_out
 from slangvi.estimators.network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.keywords import document_fields
 from slangvi.methods import slang
-from slangvi.predict.chunks import drawn_in_chunks
+from slangvi.predict.samples import drawn_in_chunks
 
 __all__ = ["BaseSLANG"]
 

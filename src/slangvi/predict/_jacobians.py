@@ -36,21 +36,16 @@ class Jacobians:
         self._params = {name: value.contiguous() for name, value in spec.unflatten(loc).items()}
         self._loc = loc
         self._vmap = True
-        outputs, self._saved = self._probed(first)
-        self.output_shape = tuple(outputs.shape[1:])
-
-    @property
-    def num_outputs(self) -> int:
-        """C, the numbers that the model returns for one row."""
-        return math.prod(self.output_shape)
+        self.output_shape, self._saved = self._probe(first)
+        self.num_outputs = math.prod(self.output_shape)
 
     def rows_within(self, memory_limit: int) -> int:
-        """How many rows fit a number of bytes, at least one: Jacobians, and what backward keeps for each output."""
+        """Return how many rows fit a number of bytes, at least one: Jacobians, and what backward keeps for outputs."""
         jacobian = _COPIES * self.num_outputs * self.spec.num_params * self._loc.element_size()
         return max(1, memory_limit // max(1, jacobian + (1 + self.num_outputs) * self._saved))
 
     def __call__(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Outputs (m, C) and Jacobians (m, C, P) of m rows, in the dtype of the weights."""
+        """Return outputs (m, C) and Jacobians (m, C, P) of m rows, in the dtype of the weights."""
         if self._vmap:
             try:
                 with warnings.catch_warnings():
@@ -93,15 +88,15 @@ class Jacobians:
         return means, whole
 
     def _outputs(self, params: dict[str, Tensor], x: Any) -> Tensor:
-        """Outputs of one row, (1, ...), in the dtype of the weights."""
+        """Return the outputs of one row, (1, ...), in the dtype of the weights."""
         cast = {name: value.to(self._dtypes[name]) for name, value in params.items()}
         outputs = call(self.model, cast, x)
         if outputs.ndim == 0 or outputs.shape[0] != 1:
             raise ValueError(f"the model must return one row per input row, (1, ...), got {tuple(outputs.shape)}.")
         return outputs.to(self._loc.dtype)
 
-    def _probed(self, first: Any) -> tuple[Tensor, int]:
-        """Outputs of one row, and the bytes that backward would keep for it beside the weights."""
+    def _probe(self, first: Any) -> tuple[tuple[int, ...], int]:
+        """Return the shape of one row's outputs, and the bytes that backward would keep for it beside the weights."""
         params = {name: value.detach().requires_grad_() for name, value in self._params.items()}
         known = {value.untyped_storage()._cdata for value in (*params.values(), *self.model.parameters())}
         kept: dict[int, int] = {}
@@ -116,4 +111,4 @@ class Jacobians:
             outputs = self._outputs(params, first)
         if outputs.numel() == 0:
             raise ValueError(f"the model must return at least one number per row, got {tuple(outputs.shape)}.")
-        return outputs.detach(), sum(kept.values())
+        return tuple(outputs.shape[1:]), sum(kept.values())

@@ -25,8 +25,7 @@ from slangvi.rows.dense import batch_size, slice_batch
 
 __all__ = ["LinearisedPredictive", "linearised_predictive", "probit_softmax"]
 
-# Bytes of a chunk of Jacobians when nothing is said.
-_CHUNK_BYTES = 1 << 28
+_DEFAULT_MEMORY_LIMIT = 1 << 28
 # Shares of the largest variance added to a covariance until it has a Cholesky factor.
 _JITTERS = (0.0, 1e-12, 1e-9, 1e-6, 1e-4)
 
@@ -54,12 +53,12 @@ class LinearisedPredictive:
 
     @property
     def variance(self) -> Tensor:
-        """The same with the noise: that of a target, (n, ...)."""
+        """Variance of every target, noise included, (n, ...)."""
         return self.epistemic_variance + self.noise_variance
 
     @property
     def stddev(self) -> Tensor:
-        """Root of the variance, (n, ...)."""
+        """Standard deviation of every target, noise included, (n, ...)."""
         return self.variance.sqrt()
 
 
@@ -74,7 +73,7 @@ def linearised_predictive(
     memory_limit: int | None = None,
     generator: torch.Generator | None = None,
 ) -> LinearisedPredictive:
-    r"""The predictive of the model linearised around the mean weights; exact for models linear in their weights.
+    r"""Predict with the model linearised around the mean weights; exact for models linear in their weights.
 
     $$ \Sigma_f = J\,(UU^\top + \mathrm{diag}\,d)^{-1} J^\top = W W^\top, \qquad W = J A \;(C \times P) $$
 
@@ -115,18 +114,29 @@ def linearised_predictive(
     check_given(model, posterior)
     checks.choice("link", link, ("probit", "mc"))
     draws = checks.count("n_samples", n_samples)
-    limit = _CHUNK_BYTES if memory_limit is None else checks.count("memory_limit", memory_limit)
+    limit = _DEFAULT_MEMORY_LIMIT if memory_limit is None else checks.count("memory_limit", memory_limit)
     model, rows = uncompiled(model), batch_size(x)
     spec = spec_of(model, posterior)
-    loc, precision = _gaussian(posterior)
+    precision, loc = getattr(posterior, "precision", None), getattr(posterior, "loc", None)
+    if loc is None or not hasattr(precision, "whiten"):
+        raise TypeError(
+            "posterior must be a Gaussian with a factorised precision (LowRankPrecisionNormal, DensePrecisionNormal), "
+            f"got {type(posterior).__name__}. Use predictive_samples for any other."
+        )
+    loc = loc.detach()
     with torch.no_grad(), evaluating(model):
         jacobians = Jacobians(model, spec, loc, slice_batch(x, 0, 1))
         size, step = jacobians.num_outputs, jacobians.rows_within(limit)
         means, covariances = loc.new_empty(rows, size), loc.new_empty(rows, size, size)
         for start in range(0, rows, step):
-            piece = slice(start, min(start + step, rows))
-            means[piece], covariances[piece] = _moments(jacobians, precision, slice_batch(x, start, piece.stop))
-        _require_finite(means, covariances)
+            chunk = slice(start, min(start + step, rows))
+            means[chunk], covariances[chunk] = _moments(jacobians, precision, slice_batch(x, start, chunk.stop))
+        bad = ~(torch.isfinite(means).all(-1) & torch.isfinite(covariances).flatten(1).all(-1))
+        if bool(bad.any()):
+            raise NumericalError(
+                f"the linearised prediction is not finite for {int(bad.sum())} of {rows} rows, the first is row "
+                f"{int(bad.nonzero()[0])}. Look for NaN, Inf or huge values in the inputs, or use float64."
+            )
         noise = 1.0 / kind.noise_precision if isinstance(kind, Gaussian) else 0.0
         shape = (rows, *jacobians.output_shape)
         probs = _probabilities(kind, link, means, covariances, shape, draws, generator)
@@ -134,7 +144,7 @@ def linearised_predictive(
 
 
 def probit_softmax(mean: Tensor, covariance: Tensor) -> Tensor:
-    r"""Expected softmax of Gaussian logits, approximately.
+    r"""Return the expected softmax of Gaussian logits, approximately, as probabilities (..., C) that sum to one.
 
     $$ p_c \propto \Bigl[\,1 + \sum_{j \ne c} \exp\bigl(-\kappa_{cj}\,(m_c - m_j)\bigr)\Bigr]^{-1}, \qquad
        \kappa_{cj} = \bigl(1 + \tfrac\pi8 v_{cj}\bigr)^{-1/2}, \quad
@@ -150,9 +160,6 @@ def probit_softmax(mean: Tensor, covariance: Tensor) -> Tensor:
         mean: m, (..., C).
         covariance: Σ, (..., C, C).
 
-    Returns:
-        Probabilities that sum to one, (..., C).
-
     Example:
         >>> probit_softmax(torch.tensor([2.0, 0.0]), torch.tensor([[9.0, 0.0], [0.0, 0.0]]))
         tensor([0.7189, 0.2811])
@@ -165,21 +172,10 @@ def probit_softmax(mean: Tensor, covariance: Tensor) -> Tensor:
 
 
 def _moments(jacobians: Jacobians, precision: Any, x: Any) -> tuple[Tensor, Tensor]:
-    """Mean (m, C) and covariance (m, C, C) of the outputs of m rows; nothing larger outlives the call."""
+    """Return mean (m, C) and covariance (m, C, C) of the outputs of m rows; nothing larger outlives the call."""
     means, jacobian = jacobians(x)
     white = precision.whiten(jacobian.flatten(0, 1)).unflatten(0, jacobian.shape[:2])
     return means, white @ white.mT
-
-
-def _gaussian(posterior: Any) -> tuple[Tensor, Any]:
-    """Mean and factorised precision of a Gaussian posterior."""
-    precision = getattr(posterior, "precision", None)
-    if not hasattr(precision, "whiten"):
-        raise TypeError(
-            "posterior must be a Gaussian with a factorised precision (LowRankPrecisionNormal, DensePrecisionNormal), "
-            f"got {type(posterior).__name__}. Use predictive_samples for any other."
-        )
-    return posterior.loc.detach(), precision
 
 
 def _probabilities(
@@ -191,7 +187,7 @@ def _probabilities(
     draws: int,
     generator: torch.Generator | None,
 ) -> Tensor | None:
-    """What the likelihood makes of Gaussian outputs, (n, ...)."""
+    """Return class probabilities for Gaussian outputs, (n, ...); None for real targets."""
     if isinstance(kind, Gaussian):
         return None
     if isinstance(kind, Bernoulli):
@@ -205,30 +201,18 @@ def _probabilities(
             )
         check_several(shape)
         return probit_softmax(mean, covariance)
-    return _by_draws(kind, mean, covariance, shape, draws, generator)
-
-
-def _by_draws(
-    kind: Likelihood,
-    mean: Tensor,
-    covariance: Tensor,
-    shape: tuple[int, ...],
-    draws: int,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """The link averaged over draws of the outputs; the same noise for every row, whatever their order."""
     # In half precision torch has no Cholesky factors, and a sum of many draws would stand still.
     wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
     root = _cholesky(covariance.to(wide.dtype))
     total = wide.new_zeros(())
     for _ in range(draws):
-        noise = standard_normal(wide.shape[1:], wide, generator)
+        noise = standard_normal(wide.shape[1:], wide, generator)  # the same for every row, whatever their order
         total = total + kind.predictive((wide + root @ noise).reshape(shape))
     return (total / draws).to(mean.dtype)
 
 
 def _cholesky(covariance: Tensor) -> Tensor:
-    """Lower factor of covariances that may be singular: logits that always move together."""
+    """Return the lower factor of covariances that may be singular, as where logits always move together."""
     scale = covariance.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     tiny = torch.finfo(covariance.dtype).tiny
@@ -238,12 +222,3 @@ def _cholesky(covariance: Tensor) -> Tensor:
         if not bool(failed.any()):
             break
     return factor
-
-
-def _require_finite(means: Tensor, covariances: Tensor) -> None:
-    bad = ~(torch.isfinite(means).all(-1) & torch.isfinite(covariances).flatten(1).all(-1))
-    if bool(bad.any()):
-        raise NumericalError(
-            f"the linearised prediction is not finite for {int(bad.sum())} of {len(bad)} rows, the first is row "
-            f"{int(bad.nonzero()[0])}. Look for NaN, Inf or huge values in the inputs, or use float64."
-        )

@@ -20,7 +20,7 @@ from slangvi.errors import DataError
 from slangvi.estimators.network import ACTIVATIONS, mlp, num_weights
 from slangvi.files import put
 from slangvi.predict import decompose_uncertainty
-from slangvi.predict.chunks import drawn_in_chunks
+from slangvi.predict.samples import drawn_in_chunks
 from slangvi.tabular.schema import Schema
 from slangvi.tabular.target import Target
 
