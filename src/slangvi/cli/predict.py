@@ -51,7 +51,7 @@ def predict(
     from slangvi.tabular.reading import read_csv
 
     fitted, table = load(model), read_csv(data, max_mb)
-    text = _written(fitted, table, level, keep)
+    text = _csv_text(fitted, table, level, keep)
     if to_terminal:
         click.echo(text, nl=False)
     else:
@@ -59,8 +59,8 @@ def predict(
     _tell(fitted, table, out, **how)
 
 
-def _written(model: Model, table: Table, level: float, keep: tuple[str, ...]) -> str:
-    """The predictions as a CSV file."""
+def _csv_text(model: Model, table: Table, level: float, keep: tuple[str, ...]) -> str:
+    """Return the predictions as the text of a CSV file."""
     from slangvi.errors import DataError
     from slangvi.tabular.output import columns, safe
 
