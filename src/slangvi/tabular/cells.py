@@ -1,4 +1,4 @@
-"""Single cells: which are numbers, which say that nothing is known, and how they are told of."""
+"""Single cells: which are numbers, which say that nothing is known, and how messages show them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CODES", "advice", "is_missing", "is_no_number", "number_of", "number
 
 Array = NDArray[np.float64]
 
-# What programs write where nothing is known.
+# Words that programs write where nothing is known.
 CODES = frozenset({"", "na", "n/a", "#n/a", "#na", "<na>", "nan", "nat", "?"})
 MISSING = CODES | {"null", "none"}
 # Beside numbers these say the same; beside words they may be words like others.
@@ -26,12 +26,12 @@ _LARGEST = 1e100
 
 
 def is_missing(cell: str) -> bool:
-    """Whether a cell says that nothing is known."""
+    """Return whether a cell says that nothing is known."""
     return cell.lower() in MISSING
 
 
 def is_no_number(cell: str) -> bool:
-    """Whether a cell says that there is no number, where others are numbers.
+    """Return whether a cell says that there is no number, where others are numbers.
 
     Example:
         >>> is_no_number("unknown"), is_missing("unknown"), is_no_number("1,5")
@@ -41,7 +41,7 @@ def is_no_number(cell: str) -> bool:
 
 
 def number_of(cell: str) -> float | None:
-    """The number in a cell, if it is one: a decimal point, no thousands separators, finite.
+    """Return the number in a cell, or None: a decimal point, no thousands separators, finite.
 
     Example:
         >>> number_of("-1.5e3"), number_of("1,5"), number_of("1_000"), number_of("inf")
@@ -55,18 +55,18 @@ def number_of(cell: str) -> float | None:
 
 
 def numbers(cells: Sequence[str]) -> Array:
-    """All of them, NaN where there is none, (n,)."""
+    """Return the numbers in cells, NaN where there is none, (n,)."""
     values = (math.nan if is_missing(cell) else number_of(cell) for cell in cells)
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def short(cell: str) -> str:
-    """A cell in a message."""
+    """Return a cell as messages show it."""
     return repr(cell if len(cell) <= 20 else cell[:19] + "…")
 
 
 def advice(cell: str) -> str:
-    """What to do with dates and numbers that are told otherwise: 31.05.24, 5/31/2024 10:00; 1,5, 1 000, $5, 7 %."""
+    """Say what to do with dates such as 5/31/2024 10:00, and with numbers such as 1,5, 1 000, $5, 7 %."""
     if _DATE.match(cell):
         return "; if these are dates, put year, month or age into columns of their own"
     like_a_number = len(cell) <= 40 and _SIGNED.fullmatch(cell)  # longer ones would take long to match

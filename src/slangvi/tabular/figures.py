@@ -20,13 +20,7 @@ _BLUE, _GREY, _RED = "#2563a8", "0.6", "#c0392b"
 
 
 def figures(model: Model, held: Numbers | Classes, y: Array) -> list[tuple[str, str, bytes]]:
-    """Title, what to see in it, and the picture as PNG.
-
-    Args:
-        model: fitted.
-        held: predictions for held-out rows.
-        y: their targets, (n,).
-    """
+    """Return title, meaning, and PNG of each picture, for predictions of held-out rows and their targets (n,)."""
     drawn: list[tuple[str, str, Callable[[Any], object]]]
     if isinstance(held, Classes):
         probs, labels = torch.from_numpy(held.probs), torch.from_numpy(y)
@@ -81,7 +75,7 @@ def figures(model: Model, held: Numbers | Classes, y: Array) -> list[tuple[str, 
 
 
 def _png(draw: Callable[[Any], object]) -> bytes:
-    """Drawn without pyplot, which keeps figures and may open windows."""
+    """Draw a picture without pyplot, which keeps figures and may open windows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from slangvi.tabular.cells import number_of
@@ -19,7 +20,7 @@ _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uf
 
 
 def safe(cell: str) -> str:
-    """A cell that no spreadsheet runs; numbers stay as they are.
+    """Return a cell that no spreadsheet runs; numbers stay as they are.
 
     Example:
         >>> safe("=1+1"), safe("-1.5"), safe("-x"), safe("x")
@@ -29,37 +30,31 @@ def safe(cell: str) -> str:
 
 
 def columns(model: Model, inputs: Array, level: float) -> dict[str, list[str]]:
-    """Header → cells.
+    """Return predictions for encoded rows (n, D), header → cells; the interval holds the share `level` of targets.
 
     | task           | columns                                                   |
     |----------------|-----------------------------------------------------------|
     | regression     | mean, std, lower, upper, epistemic_share                  |
     | classification | class, p_<label> for each label, entropy, epistemic_share |
-
-    Args:
-        model: fitted.
-        inputs: encoded rows, (n, D).
-        level: that the interval from lower to upper holds.
     """
+
+    def formatted(values: Array, units: Array | None = None) -> list[str]:
+        units = np.zeros(len(values)) if units is None else units
+        return [f"{value:.{digits(value, unit)}g}" for value, unit in zip(values.tolist(), units.tolist(), strict=True)]
+
     found = model.predict(inputs)
-    share = _told(found.epistemic_share)
+    share = formatted(found.epistemic_share)
     if isinstance(found, Classes):
         labels = [safe(model.target.classes[k]) for k in found.probs.argmax(1)]
-        probs = {f"p_{label}": _told(found.probs[:, k]) for k, label in enumerate(model.target.classes)}
-        return {"class": labels, **probs, "entropy": _told(found.entropy), "epistemic_share": share}
+        probs = {f"p_{label}": formatted(found.probs[:, k]) for k, label in enumerate(model.target.classes)}
+        return {"class": labels, **probs, "entropy": formatted(found.entropy), "epistemic_share": share}
     lower, upper = found.interval(level)
     numbers = {"mean": found.mean, "std": found.std, "lower": lower, "upper": upper}
-    return {**{name: _told(values, found.std) for name, values in numbers.items()}, "epistemic_share": share}
-
-
-def _told(values: Array, units: Array | None = None) -> list[str]:
-    if units is None:
-        return [f"{value:.6g}" for value in values.tolist()]
-    return [f"{value:.{digits(value, unit)}g}" for value, unit in zip(values.tolist(), units.tolist(), strict=True)]
+    return {**{name: formatted(values, found.std) for name, values in numbers.items()}, "epistemic_share": share}
 
 
 def digits(value: float, unit: float) -> int:
-    """Six, or more where these would not reach four digits of the unit: 1700000012.34 ± 10.33.
+    """Return six, or more where these would not reach four digits of the unit: 1700000012.34 ± 10.33.
 
     Example:
         >>> digits(123.4, 10.0), digits(1700000012.34, 10.33), digits(0.0, 1.0)

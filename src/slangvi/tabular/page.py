@@ -47,16 +47,15 @@ class _Html(str):
 
 
 def page(model: Model) -> str:
-    """The report of a model.
-
-    Args:
-        model: as `slangvi.tabular.model.load` reads it.
+    """Return the report of a model.
 
     Raises:
         DataError: the held-out predictions in its folder cannot be understood.
     """
     try:
-        held, y = _held_out(model)
+        kept = {name: np.asarray(values) for name, values in model.record["held_out"].items()}
+        y = kept.pop("target")
+        held = Numbers(**kept) if model.target.task == "regression" else Classes(**kept)
         body = [_head(model), _cards(model), _plots(model, held, y), _detail(model, held, y), _uncertain(model)]
         body += [_inputs(model), _settings(model)]
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
@@ -69,12 +68,6 @@ def page(model: Model) -> str:
         f"<title>{escape(model.target.name)}: report</title><style>{_STYLE}</style></head>\n"
         f"<body><main>{''.join(body)}</main></body></html>\n"
     )
-
-
-def _held_out(model: Model) -> tuple[Numbers | Classes, Any]:
-    kept = {name: np.asarray(values) for name, values in model.record["held_out"].items()}
-    y = kept.pop("target")
-    return Numbers(**kept) if model.target.task == "regression" else Classes(**kept), y
 
 
 def _head(model: Model) -> str:
@@ -111,7 +104,7 @@ def _plots(model: Model, held: Numbers | Classes, y: Any) -> str:
 
 
 def _detail(model: Model, held: Numbers | Classes, y: Any) -> str:
-    """Intervals of a regression, confusions of classes."""
+    """Return a table of the intervals of a regression, or of the confusions of classes."""
     if isinstance(held, Numbers):
         header = ["level", *(f"{level:.0%}" for level in LEVELS)]
         row = ["held-out targets inside", *(f"{share:.0%}" for share in coverages(held, y))]
@@ -123,45 +116,38 @@ def _detail(model: Model, held: Numbers | Classes, y: Any) -> str:
         pairs = sorted((-counts[a, b], a, b) for a in range(len(classes)) for b in range(len(classes)) if a != b)[:20]
         rows = [[classes[a], classes[b], str(-count)] for count, a, b in pairs if count]
         return f"<h2>Commonest confusions</h2>{_table(['observed', 'predicted', 'rows'], rows, numeric=(2,))}"
-    lines = [
-        [label, *(_cell(int(count), a == b) for b, count in enumerate(counts[a]))] for a, label in enumerate(classes)
-    ]
+    lines = []
+    for a, label in enumerate(classes):
+        kinds = ["hit" if a == b else "miss" if count else "" for b, count in enumerate(counts[a])]
+        cells = [_Html(f'<td class="n {kind}">{count}</td>') for kind, count in zip(kinds, counts[a], strict=True)]
+        lines.append([label, *cells])
     header = ["observed ↓ predicted →", *classes]
     return f"<h2>Confusion</h2>{_table(header, lines, numeric=range(1, len(header)))}"
 
 
-def _cell(count: int, right: bool) -> _Html:
-    kind = "hit" if right else "miss" if count else ""
-    return _Html(f'<td class="n {kind}">{count}</td>')
-
-
 def _uncertain(model: Model) -> str:
     shown = model.record["most_uncertain"]
-    names = [column.name for column in model.schema.columns if shown and column.name in shown[0]["cells"]][:_COLUMNS]
+    columns = [column for column in model.schema.columns if shown and column.name in shown[0]["cells"]][:_COLUMNS]
+    names = [column.name for column in columns]
     regression = model.target.task == "regression"
-    told = ["predicted", "± std"] if regression else ["predicted", "probability"]
     rows = []
     for row in shown:
-        said = (
-            [_beside(row["mean"], row["std"]), readable(row["std"])]
-            if regression
-            else [row["class"], f"{row['probability']:.2f}"]
-        )
-        cells = [_rounded(row["cells"].get(name, "")) for name in names]
+        if regression:
+            mean, std = row["mean"], row["std"]
+            # Four digits, unless they would hide what a small standard deviation tells: 2024.3712 ± 0.2.
+            enough = std >= 1e-3 * abs(mean)
+            said = [readable(mean) if enough else f"{mean:.{digits(mean, std)}g}", readable(std)]
+        else:
+            said = [row["class"], f"{row['probability']:.2f}"]
+        cells = [_shortened(row["cells"].get(name, "")) for name in names]
         rows.append([str(row["line"]), row["target"], *said, f"{row['epistemic_share']:.0%}", *cells])
-    header = ["line", "observed", *told, "epistemic share", *names]
+    header = ["line", "observed", "predicted", "± std" if regression else "probability", "epistemic share", *names]
     about = (
         "Held-out rows with the widest predictions. A high epistemic share says that more rows like these would help."
     )
-    kinds = {column.name: column.kind for column in model.schema.columns}
     numeric = [*(range(5) if regression else (0, 3, 4))]
-    numeric += [k for k, name in enumerate(names, 5) if kinds[name] == "numeric"]
+    numeric += [k for k, column in enumerate(columns, 5) if column.kind == "numeric"]
     return f"<h2>Most uncertain rows</h2><p>{about}</p>{_table(header, rows, numeric)}"
-
-
-def _beside(value: float, unit: float) -> str:
-    """Four digits, unless they would hide what a small standard deviation tells: 2024.3712 ± 0.2."""
-    return readable(value) if unit >= 1e-3 * abs(value) else f"{value:.{digits(value, unit)}g}"
 
 
 def _inputs(model: Model) -> str:
@@ -177,21 +163,17 @@ def _settings(model: Model) -> str:
     record = model.record
     fitted = "all rows" if record["settings"]["refit"] else "four fifths of the rows"
     rows = [["task", f"{model.target.task}: {model.target.why}"], ["fitted on", fitted]]
-    rows += [["weights", f"{model.network.num_params:,}"]]
+    rows.append(["weights", f"{model.network.num_params:,}"])
     if model.target.task == "regression":
         rows.append(["noise (standard deviation)", readable(model.noise)])
-    rows += [[key, _plain(value)] for key, value in {**record["settings"], **record["environment"]}.items()]
+    for key, value in {**record["settings"], **record["environment"]}.items():
+        text = ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+        rows.append([key, "found" if value is None else text])
     return f"<h2>Settings and versions</h2>{_table(['setting', 'value'], rows)}"
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value)) or "none"
-    return "found" if value is None else str(value)
-
-
-def _rounded(cell: str) -> str:
-    """Sixteen digits would hide the row; whole numbers such as years keep theirs."""
+def _shortened(cell: str) -> str:
+    """Return a cell with four digits of its number; whole numbers such as years keep theirs."""
     value = number_of(cell)
     return cell if value is None or value == round(value) else readable(value)
 
