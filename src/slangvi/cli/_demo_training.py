@@ -42,16 +42,13 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One data set and how to train on it: rates, whether SLANG's fall to zero, prior and lengths."""
+    """One data set and how to train on it: options of SLANG, whether its rates fall to zero, and lengths."""
 
     label: str
     hidden: int
     outputs: int
-    rank: int
-    lr: float
-    precision_lr: float
+    slang: dict[str, Any]
     falls: bool
-    prior_precision: float
     mc_samples: int
     epochs: int
     batch: int
@@ -59,8 +56,10 @@ class Setting:
     adam_epochs: int
 
 
-CUBIC = Setting("noisy cubic", 20, 1, 5, 0.3, 0.03, False, 0.03, 4, 1200, 30, 1e-2, 2000)
-PATIENTS = Setting("breast cancer", 50, 2, 4, 0.02, 0.02, True, 1.0, 2, 100, 32, 3e-3, 100)
+_CUBIC_SLANG = {"rank": 5, "lr": 0.3, "precision_lr": 0.03, "prior_precision": 0.03}
+_PATIENTS_SLANG = {"rank": 4, "lr": 0.02, "precision_lr": 0.02, "prior_precision": 1.0}
+CUBIC = Setting("noisy cubic", 20, 1, _CUBIC_SLANG, False, 4, 1200, 30, 1e-2, 2000)
+PATIENTS = Setting("breast cancer", 50, 2, _PATIENTS_SLANG, True, 2, 100, 32, 3e-3, 100)
 NOISE = 3.0
 TEST_DRAWS = 256
 
@@ -169,15 +168,7 @@ def _train_both(
     epochs, adam_epochs = (max(1, length // 20) for length in lengths) if quick else lengths
     sizes = data.x_train.shape[1], setting.hidden, setting.outputs
     network, twin = _network(*sizes, seed), _network(*sizes, seed)
-    slang = SLANG(
-        network,
-        num_data=len(data.x_train),
-        rank=setting.rank,
-        lr=setting.lr,
-        precision_lr=setting.precision_lr,
-        prior_precision=setting.prior_precision,
-        generator=generator,
-    )
+    slang = SLANG(network, num_data=len(data.x_train), generator=generator, **setting.slang)
     steps = epochs * -(-len(data.x_train) // setting.batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(slang, steps) if setting.falls else None
     for epoch in range(epochs):

@@ -134,7 +134,7 @@ def _show_found(console: Console, target: Target, schema: Schema, rows: int, lef
 def _show(console: Console, model: Model, out: Path) -> None:
     from rich.table import Table
 
-    from slangvi.tabular.scores import readable
+    from slangvi.tabular.cells import readable
 
     record, scores = model.record, model.record["scores"]
     baseline = "mean alone" if model.target.task == "regression" else "class frequencies"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from slangvi.distributions import Posterior
 from slangvi.likelihoods import Likelihood, likelihood_named
 from slangvi.params import ParamSpec
 from slangvi.params.spec import uncompiled
-from slangvi.rows.dense import batch_size, slice_batch
+from slangvi.rows import dense
 
 __all__ = [
     "call",
@@ -61,7 +61,9 @@ def functional_samples(
         >>> functional_samples(model, q, torch.zeros(4, 3), n_samples=5).shape
         torch.Size([5, 4, 2])
     """
-    return _samples(model, posterior, x, n_samples, batch_size, generator, lambda outputs: outputs)
+    return predictive_samples(
+        model, posterior, x, n_samples, likelihood="gaussian", batch_size=batch_size, generator=generator
+    )
 
 
 def predictive_samples(
@@ -86,22 +88,10 @@ def predictive_samples(
         generator: source of randomness; None uses torch's global one.
     """
     link = likelihood_named(likelihood).predictive
-    return _samples(model, posterior, x, n_samples, batch_size, generator, link)
-
-
-def _samples(
-    model: nn.Module,
-    posterior: Posterior,
-    x: Any,
-    n_samples: int,
-    chunk: int | None,
-    generator: torch.Generator | None,
-    link: Callable[[Tensor], Tensor],
-) -> Tensor:
     draws = checks.count("n_samples", n_samples)
     check_given(model, posterior)
-    model, rows = uncompiled(model), batch_size(x)
-    step = rows if chunk is None else checks.count("batch_size", chunk)
+    model, rows = uncompiled(model), dense.batch_size(x)
+    step = rows if batch_size is None else checks.count("batch_size", batch_size)
     spec = spec_of(model, posterior)
     values = dict(model.named_parameters())
     result = None
@@ -111,7 +101,7 @@ def _samples(
             params = {name: value.to(values[name].dtype) for name, value in flat.items()}
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
-                piece = link(call(model, params, slice_batch(x, start, stop)))
+                piece = link(call(model, params, dense.slice_batch(x, start, stop)))
                 if piece.ndim == 0 or piece.shape[0] != stop - start:
                     raise ValueError(
                         f"the model must return one row per input row, ({stop - start}, ...), got {tuple(piece.shape)}."

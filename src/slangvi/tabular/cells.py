@@ -1,4 +1,4 @@
-"""Single cells: which are numbers, which say that nothing is known, and how messages show them."""
+"""Single cells: which are numbers, which say that nothing is known, and how numbers and words are shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CODES", "advice", "is_missing", "is_no_number", "number_of", "numbers", "short"]
+__all__ = ["CODES", "advice", "digits", "is_missing", "is_no_number", "number_of", "numbers", "readable", "short"]
 
 Array = NDArray[np.float64]
 
@@ -58,6 +58,29 @@ def numbers(cells: Sequence[str]) -> Array:
     """Return the numbers in cells, NaN where there is none, (n,)."""
     values = (math.nan if is_missing(cell) else number_of(cell) for cell in cells)
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def readable(value: float) -> str:
+    """Format a number with four digits, without powers of ten for what people count in thousands, such as prices.
+
+    Example:
+        >>> readable(0.03636), readable(43328.1), readable(1e15), readable(1.5e-15)
+        ('0.03636', '43,328', '1e+15', '1.5e-15')
+    """
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
+
+
+def digits(value: float, unit: float) -> int:
+    """Return six, or more where these would not reach four digits of the unit: 1700000012.34 ± 10.33.
+
+    Example:
+        >>> digits(123.4, 10.0), digits(1700000012.34, 10.33), digits(0.0, 1.0)
+        (6, 12, 6)
+    """
+    if value == 0 or unit <= 0 or not math.isfinite(value) or not math.isfinite(unit):
+        return 6
+    above = math.floor(math.log10(abs(value)) - math.log10(unit))
+    return min(17, max(6, 4 + above))
 
 
 def short(cell: str) -> str:

@@ -1,17 +1,21 @@
-"""Predictions as columns of text that spreadsheets may open."""
+"""Predictions as a CSV file that spreadsheets may open."""
 
 from __future__ import annotations
 
-import math
+import csv
+import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slangvi.tabular.cells import number_of
+from slangvi.errors import DataError
+from slangvi.tabular.cells import digits, number_of
 from slangvi.tabular.model import Classes, Model
+from slangvi.tabular.reading import Table
 
-__all__ = ["columns", "digits", "safe"]
+__all__ = ["columns", "csv_text", "safe"]
 
 Array = NDArray[Any]
 
@@ -27,6 +31,24 @@ def safe(cell: str) -> str:
         ("'=1+1", '-1.5', "'-x", 'x')
     """
     return f"'{cell}" if cell.startswith(_RUN) and number_of(cell) is None else cell
+
+
+def csv_text(model: Model, table: Table, level: float, keep: Sequence[str]) -> str:
+    """Return a CSV file of predictions for the rows of a table, beside the columns of it that are to be kept."""
+    for name in keep:
+        if name not in table.columns:
+            raise DataError(f"there is no column {name!r} to keep. Columns are {list(table.columns)[:20]}.")
+    kept = {name: list(map(safe, table.columns[name])) for name in keep}
+    found = columns(model, model.schema.encode(table), level)
+    header = [*map(safe, kept), *found]
+    if len(set(header)) < len(header):
+        twice = next(name for name in header if header.count(name) > 1)
+        raise DataError(f"there would be two columns named {twice!r} in the predictions. Rename the one to keep.")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(zip(*kept.values(), *found.values(), strict=True))
+    return text.getvalue()
 
 
 def columns(model: Model, inputs: Array, level: float) -> dict[str, list[str]]:
@@ -51,16 +73,3 @@ def columns(model: Model, inputs: Array, level: float) -> dict[str, list[str]]:
     lower, upper = found.interval(level)
     numbers = {"mean": found.mean, "std": found.std, "lower": lower, "upper": upper}
     return {**{name: formatted(values, found.std) for name, values in numbers.items()}, "epistemic_share": share}
-
-
-def digits(value: float, unit: float) -> int:
-    """Return six, or more where these would not reach four digits of the unit: 1700000012.34 ± 10.33.
-
-    Example:
-        >>> digits(123.4, 10.0), digits(1700000012.34, 10.33), digits(0.0, 1.0)
-        (6, 12, 6)
-    """
-    if value == 0 or unit <= 0 or not math.isfinite(value) or not math.isfinite(unit):
-        return 6
-    above = math.floor(math.log10(abs(value)) - math.log10(unit))
-    return min(17, max(6, 4 + above))

@@ -12,22 +12,12 @@ from numpy.typing import NDArray
 from slangvi import metrics
 from slangvi.tabular.model import Classes, Model, Numbers
 
-__all__ = ["LEVELS", "coverages", "readable", "score"]
+__all__ = ["LEVELS", "coverages", "score"]
 
 Array = NDArray[Any]
 Scores = dict[str, float]
 
 LEVELS = tuple(k / 10 for k in range(1, 10))
-
-
-def readable(value: float) -> str:
-    """Format a number with four digits, without powers of ten for what people count in thousands, such as prices.
-
-    Example:
-        >>> readable(0.03636), readable(43328.1), readable(1e15), readable(1.5e-15)
-        ('0.03636', '43,328', '1e+15', '1.5e-15')
-    """
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def coverages(predicted: Numbers, y: Array) -> list[float]:
