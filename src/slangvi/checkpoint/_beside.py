@@ -84,13 +84,7 @@ def _unfit(name: str, entry: Mapping[str, Any], value: Any, across_devices: bool
 
 @contextmanager
 def restored(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> Iterator[None]:
-    """Put things beside a run back as they were saved, and again as they were before if anything fails in the block.
-
-    Args:
-        saved: as `encode_extras` made it.
-        tensors: of the file.
-        given: where it is to go; None is passed over.
-    """
+    """Put things beside a run back as they were saved, and again as they were before if anything fails in the block."""
     before: list[tuple[Any, Any]] = []
 
     def put(name: str, entry: Mapping[str, Any], value: Any) -> None:

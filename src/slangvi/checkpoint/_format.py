@@ -54,13 +54,7 @@ class ForeignError(DamagedError):
 
 
 def write(file: IO[bytes], about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint, one tensor at a time.
-
-    Args:
-        file: open for writing, at its start.
-        about: what goes into the header, as JSON can hold it.
-        tensors: by name, on any device.
-    """
+    """Write a header, as JSON can hold it, and tensors on any device, one at a time."""
     # Large items first keeps every tensor aligned to its own size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     # A checksum is always 64 digits: the table keeps its length, and is written again when they are known.
@@ -101,11 +95,7 @@ def _sha256(text: str) -> str:
 
 
 def read(path: Path, with_tensors: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the header and the tensors on the CPU, every bit of them checked.
-
-    Args:
-        path: of the file.
-        with_tensors: read the tensors; else only see that they are there.
+    """Return the header and the tensors on the CPU, every bit of them checked; or no tensors, if these are there.
 
     Raises:
         DamagedError: there is no such file, or not every byte is what was written.

@@ -31,13 +31,7 @@ __all__ = ["RECORDS", "Record", "decode", "encode", "record_of"]
 
 
 class Record(NamedTuple):
-    """A class that can be taken apart and put together.
-
-    Args:
-        home: module and name.
-        fields: attributes, which are also arguments.
-        options: other arguments.
-    """
+    """A class, as "module:name", whose values are made of attributes that are arguments too, and other arguments."""
 
     home: str
     fields: tuple[str, ...]
@@ -87,12 +81,7 @@ def record_of(value: Any) -> str | None:
 
 
 def encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """Return a value as JSON can hold it.
-
-    Args:
-        value: to be kept.
-        tensors: gets the tensors in it, by their place.
-        place: of the value, for names and messages.
+    """Return a value as JSON can hold it, and put tensors in it into a dict under names that begin with its place.
 
     Example:
         >>> tensors = {}

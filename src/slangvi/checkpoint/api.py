@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import platform
 import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from slangvi import checks
+from slangvi import __version__, checks
 from slangvi.checkpoint._beside import check_extras, encode_extras, restored
 from slangvi.checkpoint._format import VERSION, DamagedError, ForeignError, read, write
-from slangvi.checkpoint._plain import RECORDS, decode, record_of
-from slangvi.checkpoint._things import described, misfit, taken_apart, unlike_model
+from slangvi.checkpoint._plain import RECORDS, decode, encode, record_of
 from slangvi.errors import CheckpointError
 from slangvi.files import put
 from slangvi.optimizer import VariationalOptimizer
+from slangvi.params import ParamSpec
+from slangvi.params.state import layout_mismatch, possible
 
 __all__ = ["describe", "from_state_dict", "load", "previous_path", "save", "state_dict"]
 
@@ -54,7 +57,7 @@ def save(path: str | os.PathLike[str], thing: Any, /, **extras: Any) -> None:
         if name in _RESERVED:
             raise CheckpointError(f"{name!r} is an argument of slangvi.load. Give it another name.")
     tensors: dict[str, Tensor] = {}
-    about, run = taken_apart(thing, tensors)
+    about, run = _take_apart(thing, tensors)
     header = {**about, "run": run, "extras": encode_extras(extras, tensors)}
     try:
         put(target, lambda file: write(file, header, tensors), _backup_path(target))
@@ -120,7 +123,7 @@ def state_dict(thing: Any, /) -> dict[str, Any]:
         tensor([0., 0., 0.])
     """
     tensors: dict[str, Tensor] = {}
-    about, run = taken_apart(thing, tensors)
+    about, run = _take_apart(thing, tensors)
     copies = {name: value.detach().clone() for name, value in tensors.items()}
     return {**about, "format_version": VERSION, "run": run, "tensors": copies}
 
@@ -149,7 +152,7 @@ def _restore(
         )
     try:
         if into is not None:
-            problem = unlike_model(header, described(into), across_devices)
+            problem = _header_mismatch(header, _describe(into), across_devices)
         elif header["kind"] == "optimizer":
             problem = "it is of an optimizer. Build one on the model like the one that was saved, and pass it as `into`"
         else:
@@ -163,11 +166,11 @@ def _restore(
     try:
         with restored(header["extras"], tensors, extras):
             if isinstance(into, VariationalOptimizer):
-                if header["device"] != described(into)["device"]:
+                if header["device"] != _describe(into)["device"]:
                     run["slangvi"]["generator"] = None  # a state of another device's generator means nothing
                 into.load_state_dict(run)
                 return into
-            if into is not None and (problem := misfit(run, into)):
+            if into is not None and (problem := _field_mismatch(run, into)):
                 raise CheckpointError(f"{problem}.")
             return run if into is None else _on_devices_of(into, run)
     except ValueError as error:
@@ -248,3 +251,111 @@ def _on_devices_of(like: Any, thing: Any) -> Any:
     record = RECORDS[kind]
     fields = {name: _on_devices_of(getattr(like, name), getattr(thing, name)) for name in record.fields}
     return record.kind(**fields, **record.options)
+
+
+def _take_apart(thing: Any, tensors: dict[str, Tensor]) -> tuple[dict[str, Any], Any]:
+    """Return what the header says about a thing, and the thing as JSON with its tensors elsewhere."""
+    kind = record_of(thing)
+    if isinstance(thing, VariationalOptimizer):
+        if thing.has_gradients:
+            raise CheckpointError(
+                "the optimizer holds gradients collected since the last step, and they are not saved. Save after "
+                "step(), or call discard_gradients() first."
+            )
+        content = thing.state_dict()
+        parts = content["slangvi"]["tensors"]
+    elif kind is not None and kind != "layout":
+        content, parts = thing, {name: getattr(thing, name) for name in RECORDS[kind].fields}
+    else:
+        raise CheckpointError(
+            f"a {type(thing).__name__} cannot be saved. Give an optimizer of slangvi, a state of the functional "
+            "interface or of replicas, or a posterior; other things go in by name: save(path, opt, scheduler=sched)."
+        )
+    for name, value in parts.items():
+        if isinstance(value, Tensor) and not _is_possible(name, value):
+            raise CheckpointError(
+                f"{name!r} holds NaN, Inf or values out of its range, which is no state to go on from. Nothing was "
+                "written, and the file that is there stays."
+            )
+    return _describe(thing), encode(content, tensors, "run")
+
+
+def _describe(thing: Any) -> dict[str, Any]:
+    """Return what a header says about a thing besides its values: versions, kind, method and sizes."""
+    if isinstance(thing, VariationalOptimizer):
+        thing = thing._own()
+        thing._sync()
+        state, kind = thing._state, "optimizer"
+        method, dtypes = type(thing).__name__, [str(p.dtype) for p in thing._mirror.params]
+    else:
+        state, method = thing, str(record_of(thing))
+        kind, dtypes = "state" if hasattr(thing, "spec") else "posterior", None
+    versions = {"slangvi": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return {**versions, "kind": kind, "method": method, **_numbers(state, dtypes)}
+
+
+def _numbers(state: Any, dtypes: list[str] | None) -> dict[str, Any]:
+    """Return sizes, dtypes and the step of a state or posterior; `dtypes` are those of the parameters."""
+    spec: ParamSpec | None = getattr(state, "spec", getattr(state, "param_spec", None))
+    loc, factor, step = state.loc, getattr(state, "prec_factor", None), getattr(state, "step", None)
+    names, shapes = ((), ()) if spec is None else (spec.names, spec.shapes)
+    parameters = zip(names, shapes, dtypes or [str(loc.dtype)] * len(names), strict=True)
+    return {
+        "num_params": loc.shape[-1],
+        "rank": None if factor is None else factor.shape[-1 if hasattr(state, "param_spec") else -2],
+        "dtype": str(loc.dtype),
+        "device": loc.device.type,
+        "step": step.tolist() if isinstance(step, Tensor) else step,
+        "parameters": [{"name": name, "shape": list(shape), "dtype": dtype} for name, shape, dtype in parameters],
+    }
+
+
+def _header_mismatch(about: dict[str, Any], here: dict[str, Any], across_devices: bool) -> str:
+    """Say what differs first between the header of a file and the description of a thing; empty if nothing does."""
+    for key, word in (("kind", "of kind"), ("method", "of method"), ("rank", "of rank L =")):
+        if about[key] != here[key]:
+            return f"it is {word} {about[key]!r}, and this is {word} {here[key]!r}"
+    for told, own in zip(about["parameters"], here["parameters"], strict=False):
+        if told != own:
+            return f"parameter {_parameter_text(told)} is saved where this has {_parameter_text(own)}"
+    if about["num_params"] != here["num_params"] or len(about["parameters"]) != len(here["parameters"]):
+        return (
+            f"it has P = {about['num_params']} in {len(about['parameters'])} parameter tensors, and this has "
+            f"P = {here['num_params']} in {len(here['parameters'])}"
+        )
+    if about["dtype"] != here["dtype"]:
+        return f"its state is {about['dtype']}, and this is {here['dtype']}"
+    if about["device"] != here["device"] and not across_devices:
+        return (
+            f"it was saved on {about['device']!r}, and this is on {here['device']!r}, where the run would not go on "
+            "bit by bit; across_devices=True takes it over all the same, random states apart"
+        )
+    return ""
+
+
+def _parameter_text(entry: dict[str, Any]) -> str:
+    return f"{entry['name']!r} of shape {tuple(entry['shape'])} and {entry['dtype']}"
+
+
+def _field_mismatch(saved: Any, here: Any, name: str = "") -> str:
+    """Say in which field a state or posterior differs first from one it should be like; empty if in none."""
+    if type(saved) is not type(here):
+        return f"{name or 'it'} is a {type(saved).__name__}, and this has a {type(here).__name__}"
+    if isinstance(saved, Tensor):
+        if (saved.shape, saved.dtype) != (here.shape, here.dtype):
+            return (
+                f"{name} is {tuple(saved.shape)} {saved.dtype}, and this has {tuple(here.shape)} {here.dtype}. Use the "
+                "same rank, dtype and data"
+            )
+        return "" if _is_possible(name, saved) else f"{name} holds NaN, Inf or values out of its range"
+    if isinstance(saved, ParamSpec):
+        return layout_mismatch(saved.names, saved.shapes, here)
+    if isinstance(saved, str):
+        return "" if saved == here else f"it was made with {name}={saved!r}, and this has {name}={here!r}"
+    kind = record_of(saved)
+    fields = RECORDS[kind].fields if kind else ()
+    return next(filter(None, (_field_mismatch(getattr(saved, f), getattr(here, f), f) for f in fields)), "")
+
+
+def _is_possible(name: str, value: Tensor) -> bool:
+    return bool(torch.isfinite(value).all()) and possible(name, value)

@@ -23,15 +23,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Row(NamedTuple):
-    """One line of the table.
-
-    Args:
-        data: data set.
-        method: "SLANG" or "Adam".
-        score: "98.2 %" accuracy, or "RMSE 4.1".
-        nll: negative log-likelihood of a test example, nats.
-        calibration: calibration error.
-    """
+    """One line of the table: a score such as "98.2 %" or "RMSE 4.1", the NLL in nats and the calibration error."""
 
     data: str
     method: str
@@ -79,10 +71,7 @@ class Curve:
 class DemoResult:
     """The table and the contents of the picture.
 
-    Args:
-        rows: lines of the table.
-        curve: the regression.
-        confidence: for each method, the probability given to the predicted class and whether it was right, (n,) each.
+    The confidence of each method is the probability of the predicted class, and whether that was right, (n,) each.
     """
 
     rows: list[Row]
@@ -91,13 +80,7 @@ class DemoResult:
 
 
 def run(seed: int = 0, progress: Progress = lambda label, done, total: None, quick: bool = False) -> DemoResult:
-    """Train SLANG and Adam on both data sets.
-
-    Args:
-        seed: of data, initial weights and draws.
-        progress: called with (label, epochs done, epochs in all).
-        quick: a twentieth of the epochs, to see that it runs.
-    """
+    """Train SLANG and Adam on both data sets, a twentieth of the epochs if `quick`."""
     curve, rows = _run_cubic(seed, progress, quick)
     confidence, more = _run_patients(seed, progress, quick)
     return DemoResult(rows + more, curve, confidence)

@@ -77,13 +77,9 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     def _num_outputs(self) -> int:
         """Return C."""
 
-    @abstractmethod
-    def _labels(self, rows: Rows) -> Tensor | None:
-        """Return classes, of which each should be held out in proportion, (n,); None where there are none."""
-
-    @abstractmethod
     def _noise(self, rows: Rows) -> Noise | None:
-        """Return the noise to begin with."""
+        """Return the noise to begin with; None for classes."""
+        return None
 
     @abstractmethod
     def _nll(self, draws: Tensor, y: Tensor, noise: Noise | None) -> Tensor:
@@ -176,8 +172,8 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         if self.module is not None:
             return made_module(self.module, features, outputs, generator).to(self.device)
         dtype = torch.from_numpy(np.empty(0, X.dtype)).dtype
-        hidden = layer_sizes(self.hidden_layer_sizes)
-        return mlp(features, hidden, outputs, self.activation, dtype, generator).to(self.device)
+        sizes = [features, *layer_sizes(self.hidden_layer_sizes), outputs]
+        return mlp(sizes, self.activation, dtype, generator).to(self.device)
 
     def _split(self, rows: Rows, generator: torch.Generator) -> tuple[Rows, Rows]:
         """Return rows to train on, and rows to stop by."""
@@ -188,7 +184,8 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
                 f"early_stopping holds out {held} of {count} rows (n_samples={count}), which leaves none to train on. "
                 "Lower validation_fraction or give more rows."
             )
-        stopping = held_out(count, held, self._labels(rows), generator)
+        labels = None if rows.y.is_floating_point() else rows.y.cpu()
+        stopping = held_out(count, held, labels, generator)
         training = torch.ones(count, dtype=torch.bool).index_fill(0, stopping, False).nonzero()[:, 0]
 
         def part(index: Tensor) -> Rows:
@@ -237,10 +234,9 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
                     "learned cannot go on with it. Set it back, or fit anew with warm_start=False."
                 )
 
-    def _kept_noise(self) -> Noise | None:
-        """Return a copy of the noise of the last fit."""
-        noise: Noise | None = copy.copy(self._last_noise)
-        return noise
+    def _kept_noise(self) -> Any:
+        """Return a copy of the noise of the last fit; None for classes."""
+        return copy.copy(self._last_noise)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -50,14 +50,8 @@ def resolve_options(
 ) -> dict[str, Any]:
     """Return options of `slang.build` with rates and the start filled in where they are None.
 
-    The precision is slow where the number of steps is known and neither its rate nor its start is given.
-
-    Args:
-        options: as requested.
-        auto: values to fill in.
-        num_data: N.
-        steps: of the whole training; None if that is not known.
-        spread: variance of the targets.
+    The precision is slow where the number of steps is known, not None, and neither its rate nor its start is given.
+    The spread is the variance of the targets.
     """
     default = auto.constant[0] if steps is None else auto.falling
     options = options | {"lr": default if options["lr"] is None else options["lr"]}
@@ -90,10 +84,7 @@ class Rows:
 class Patience:
     """Early stopping: validation losses, the best of them, and the state and noise that had it.
 
-    Args:
-        loss: (state, noise) → validation loss.
-        tol: least improvement that counts.
-        most: epochs without improvement before training stops.
+    Training stops after `most` epochs without an improvement of the loss by `tol`.
     """
 
     loss: Callable[[slang.State, Noise | None], float]
@@ -118,11 +109,11 @@ class Patience:
 
 
 class Training:
-    """A module in training.
+    """A network in training from a state, or from its own parameters, which are not changed.
 
     Args:
-        module: the network; its parameters are where training starts, and are not changed.
-        options: of `slang.build`, none left open.
+        module: the network.
+        options: of `slang.build`.
         size: rows per step.
         noise: of real targets; None for classes.
         state: to go on from; None starts anew.
@@ -158,14 +149,8 @@ class Training:
     ) -> list[float]:
         """Train, and return the mean negative log-likelihood of each epoch.
 
-        Args:
-            rows: to train on.
-            epochs: at most.
-            generators: of the order of rows, on the CPU, and of draws, on the device of the module.
-            falling: let the rates fall along a half cosine over all epochs; else they keep their start values.
-            num_data: N.
-            patience: early stopping.
-            report: called with a line for every epoch.
+        Rates fall along a half cosine over all epochs, or keep their start values. The generators are of the order of
+        rows, on the CPU, and of draws, on the device of the module. A report gets a line for every epoch.
         """
         count, size = len(rows.x), self.size
         per_epoch = -(-count // size)  # the last step of an epoch may see rows again
@@ -258,11 +243,7 @@ def without_start(state: slang.State, start: Tensor, prior: Tensor, share: float
 
     $$ (U U^\top + \mathrm{diag}\,d - \ell\,\mathrm{diag}\,d_0) / (1 - \ell) $$
 
-    Args:
-        state: after some steps.
-        start: d₀, (P,).
-        prior: λ, (P,), which the diagonal part is never below, but for rounding.
-        share: ℓ = Π (1 − βₜ), the weight that the start still has.
+    The start d₀ still has the share ℓ = Π (1 − βₜ). But for rounding, the diagonal part is never below the prior's λ.
     """
     diag = torch.maximum((state.prec_diag - share * start) / (1.0 - share), prior)
     return replace(state, prec_diag=diag, prec_factor=state.prec_factor / math.sqrt(1.0 - share))

@@ -15,7 +15,7 @@ from torch import Tensor
 from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._noise import Noise
 from slangvi.estimators._parameters import EstimatorParameters
-from slangvi.estimators._training import AutoRates, Rows
+from slangvi.estimators._training import AutoRates
 from slangvi.estimators.data import Array
 from slangvi.keywords import bind_settings, keywords_of
 
@@ -113,12 +113,6 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
 
     def _num_outputs(self) -> int:
         return len(self.classes_)
-
-    def _labels(self, rows: Rows) -> Tensor | None:
-        return rows.y.cpu()
-
-    def _noise(self, rows: Rows) -> Noise | None:
-        return None
 
     def _nll(self, draws: Tensor, y: Tensor, noise: Noise | None) -> Tensor:
         logs = draws.log_softmax(-1).gather(-1, y.expand(len(draws), -1).unsqueeze(-1)).squeeze(-1)

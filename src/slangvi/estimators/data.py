@@ -88,11 +88,7 @@ def order_of(cumulative: Tensor, count: int, generator: torch.Generator) -> Tens
 def held_out(rows: int, count: int, labels: Tensor | None, generator: torch.Generator) -> Tensor:
     """Return the numbers of `count` rows to hold out; of every class its share, and not all of it if avoidable.
 
-    Args:
-        rows: n.
-        count: of rows, less than n; fewer are returned where classes would be lost.
-        labels: whole numbers from 0, (n,); None for rows without classes.
-        generator: source of randomness.
+    Fewer than `count` are returned where classes would be lost. Labels are whole numbers from 0, (n,).
 
     Example:
         >>> labels = torch.tensor([0] * 8 + [1] * 4 + [2])

@@ -52,16 +52,9 @@ def num_weights(sizes: Sequence[int]) -> int:
     return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(sizes))
 
 
-def mlp(
-    num_features: int,
-    hidden: Sequence[int],
-    num_outputs: int,
-    activation: str,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> nn.Sequential:
+def mlp(sizes: Sequence[int], activation: str, dtype: torch.dtype, generator: torch.Generator) -> nn.Sequential:
     """Make linear layers with an activation between them; weights and biases uniform in ±1/√fan_in, as in torch."""
-    sizes, layers = [num_features, *hidden, num_outputs], []
+    layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(sizes):
         # Made without values first: nn.Linear would fill them from the global source.
         layer = nn.Linear(fan_in, fan_out, dtype=dtype, device="meta").to_empty(device="cpu")

@@ -80,7 +80,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         with self._all_or_nothing():
             first = not hasattr(self, "state_")
             self._fit(X, y, sample_weight, one_pass=True)
-            if first and self.standardize and bool(self._own_noise().most.isinf().any()):
+            if first and self.standardize and bool(self._kept_noise().most.isinf().any()):
                 warnings.warn(
                     f"y does not vary among the {len(y)} rows of the first partial_fit, so the scale of the targets is "
                     "not known, and taken to be 1 from now on. Give some dozen rows with different targets first, or "
@@ -103,20 +103,15 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         mean = (means.cpu().numpy() * scale.scale + scale.mean)[:, columns]
         if not return_std:
             return mean
-        std = (variances + self._own_noise().variance).sqrt()
+        std = (variances + self._kept_noise().variance).sqrt()
         return mean, (std.cpu().numpy() * scale.scale)[:, columns]
 
     @property
     def noise_std_(self) -> Any:
         """Standard deviation of the noise on the scale of y."""
         check_is_fitted(self)
-        std = self._own_noise().variance.sqrt().cpu().numpy() * self.target_scale_.scale
+        std = self._kept_noise().variance.sqrt().cpu().numpy() * self.target_scale_.scale
         return float(std[0]) if self._one_column else std
-
-    def _own_noise(self) -> Noise:
-        noise = self._kept_noise()
-        assert noise is not None  # only classes have none
-        return noise
 
     def _targets(self, y: Array, weights: Array, first: bool) -> Array:
         columns = np.asarray(y, dtype=np.float64).reshape(len(y), -1)
@@ -133,9 +128,6 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
 
     def _num_outputs(self) -> int:
         return len(self.target_scale_.mean)
-
-    def _labels(self, rows: Rows) -> Tensor | None:
-        return None
 
     def _own_sizes(self) -> dict[str, Any]:
         return super()._own_sizes() | {"noise": self._wanted_noise()}

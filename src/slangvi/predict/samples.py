@@ -167,15 +167,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def drawn_in_chunks(module: nn.Module, posterior: Posterior, x: Tensor, samples: int, seed: int) -> Iterator[Tensor]:
-    """Yield outputs at draws of the weights, (S, m, C) for chunks of m rows; the same draws for every row and call.
-
-    Args:
-        module: the posterior belongs to.
-        posterior: over its weights.
-        x: (n, D), n ≥ 1.
-        samples: S.
-        seed: of the draws.
-    """
+    """Yield outputs at S draws of the weights, (S, m, C) for chunks of m rows; draws are the same for all rows."""
     outputs, widest = sizes_for_a_row(module, x[:1])
     passing = max(1, _CHUNK // widest)
     for chunk in x.split(max(1, _CHUNK // (samples * outputs))):

@@ -60,12 +60,8 @@ class Settings:
 def fit(table: Table, settings: Settings, progress: Progress, found: Found | None = None) -> Model:
     """Fit a model, and keep with it how it did on rows it had not seen.
 
-    Args:
-        table: all columns and rows.
-        settings: options.
-        progress: called with a label, the epochs done and their number.
-        found: called before training with the target, the schema, the number of rows used, and the cells in place of a
-            target in rows that are left out, with counts.
+    Progress is called with a label, the epochs done and their number; `found` before training with the target, the
+    schema, the number of rows used, and the cells in place of a target in rows that are left out, with counts.
 
     Raises:
         DataError: the table has nothing to learn from, or the network does not fit into memory.

@@ -41,16 +41,8 @@ Array = NDArray[Any]
 class Network:
     """The network that the weights are put into, and how it predicts.
 
-    Args:
-        features: D.
-        hidden: widths of the hidden layers.
-        outputs: C.
-        activation: between the layers.
-        samples: S, draws of the weights for a prediction.
-        seed: of these draws.
-        mean: of the target, which is trained on as (y − mean)/scale.
-        scale: of the target.
-        noise: standard deviation of the noise on that scale; None for classes.
+    It has D features and C outputs, and predicts with a number of samples of the weights that a seed fixes. Targets are
+    trained on as (y − mean)/scale; the standard deviation of the noise is on that scale, and None for classes.
     """
 
     features: int
@@ -64,20 +56,24 @@ class Network:
     noise: float | None = None
 
     @property
+    def sizes(self) -> list[int]:
+        """D, widths of the hidden layers, and C."""
+        return [self.features, *self.hidden, self.outputs]
+
+    @property
     def num_params(self) -> int:
         """P."""
-        return num_weights([self.features, *self.hidden, self.outputs])
+        return num_weights(self.sizes)
 
     def module(self) -> nn.Sequential:
         """Make the layers; their own values are of no use."""
-        generator = torch.Generator().manual_seed(0)
-        return mlp(self.features, self.hidden, self.outputs, self.activation, torch.float64, generator)
+        return mlp(self.sizes, self.activation, torch.float64, torch.Generator().manual_seed(0))
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Network:
         """Return the network of a dict from `dataclasses.asdict`, with every value checked."""
         made = cls(**{**plain, "hidden": tuple(plain["hidden"])})
-        counts = (made.features, *made.hidden, made.outputs, made.samples, made.seed + 1)
+        counts = (*made.sizes, made.samples, made.seed + 1)
         if not all(type(count) is int and count > 0 for count in counts) or made.activation not in ACTIVATIONS:
             raise ValueError("the network has impossible sizes")
         if made.samples > _SAMPLES:
@@ -164,9 +160,7 @@ def save(model: Model, folder: Path) -> None:
     checkpoint.save(weights, model.posterior)
     checkpoint.previous_path(weights).unlink(missing_ok=True)
     body = {
-        "schema": model.schema.to_json(),
-        "target": model.target.to_json(),
-        "network": asdict(model.network),
+        **{name: asdict(getattr(model, name)) for name in ("schema", "target", "network")},
         "record": model.record,
         "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
     }

@@ -74,12 +74,7 @@ def parse(content: bytes, name: str = "the file", max_cells: int = MAX_CELLS) ->
 
     UTF-8 with or without a byte-order mark; commas, semicolons or tabs between cells, found from the first lines or
     declared by a line such as `sep=;`, as for Excel; quotes as in RFC 4180. Nothing in a cell is ever evaluated. Lines
-    without anything are left out, and a column without a name is called by its place.
-
-    Args:
-        content: the bytes.
-        name: of the file, for messages.
-        max_cells: refuse larger tables.
+    without anything are left out, and a column without a name is called by its place. Messages name the file.
 
     Raises:
         DataError: the bytes are no such file.

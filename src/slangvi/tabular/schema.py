@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,13 +137,9 @@ class Schema:
         found = {column.name: column.unusual(table.columns[column.name]) for column in self.columns}
         return {name: unusual for name, unusual in found.items() if unusual.cells}
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {**asdict(self), "columns": [asdict(column) for column in self.columns]}
-
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Schema:
-        """Return the schema of what `to_json` made, checked."""
+        """Return the schema of a dict from `dataclasses.asdict`, with every value checked."""
         return cls(tuple(map(_column, plain["columns"])), dict(plain["dropped"]), dict(plain["notes"]))
 
 
@@ -161,9 +157,7 @@ def infer(table: Table, counting: Collection[str] = ()) -> Schema:
     | other text                                                  | `Categorical`, its 30 commonest words |
     | nothing; all the same; 1, 2, 3, … in order; hardly twice the same word | dropped                    |
 
-    Args:
-        table: the rows to learn from, without the target.
-        counting: `counters` of the whole file, if these are some of its rows: the gaps between them would hide it.
+    `counting` are the `counters` of the whole file, if these are some of its rows: the gaps between them would hide it.
 
     Raises:
         DataError: no column is left, or they become too many numbers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -59,13 +59,9 @@ class Target:
                 )
         return np.array(values, dtype=np.float64)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {**asdict(self), "classes": list(self.classes)}
-
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Target:
-        """Return the target of what `to_json` made, checked."""
+        """Return the target of a dict from `dataclasses.asdict`, with every value checked."""
         if plain["task"] not in TASKS:
             raise ValueError(f"unknown task {plain['task']!r}")
         return cls(str(plain["name"]), plain["task"], str(plain["why"]), tuple(map(str, plain["classes"])))
@@ -76,12 +72,7 @@ def find_target(table: Table, name: str, task: str | None = None) -> tuple[Targe
 
     Text, two different values, or at most ten different whole numbers are classes; other numbers are a regression.
     Beside words, `none` or `unknown` are classes too; beside numbers they say that the target is missing. Labels that
-    are the same number, such as 1 and 1.0, are one class.
-
-    Args:
-        table: all rows.
-        name: of the target's column.
-        task: "classification" or "regression" overrides what would be found.
+    are the same number, such as 1 and 1.0, are one class. A given task overrides what would be found.
 
     Raises:
         DataError: there is no such column, or nothing in it to tell apart.
