@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 
 import slangvi
 from helpers.optimizer_runs import N, assert_identical, flat, make, model_and_data, train
-from slangvi.checkpoint import _things
+from slangvi.checkpoint import api
 from slangvi.checkpoint._plain import RECORDS, decode, encode
 from slangvi.errors import CheckpointError
 from test_architecture import IMPORTS, TREES
@@ -89,9 +89,9 @@ def test_another_device_is_refused_unless_asked_for(path, monkeypatch):
     """There is one device here: the header is made to tell of another."""
     model, x, y = model_and_data()
     opt = train(make(model), x, y)
-    real = _things._numbers
+    real = api._numbers
     with monkeypatch.context() as patch:
-        patch.setattr(_things, "_numbers", lambda *args: real(*args) | {"device": "cuda"})
+        patch.setattr(api, "_numbers", lambda *args: real(*args) | {"device": "cuda"})
         slangvi.save(path, opt)
     other = make(model_and_data(9)[0], seed=5)
     random = other.generator.get_state()

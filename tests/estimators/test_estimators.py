@@ -84,21 +84,21 @@ def test_probabilities_are_the_average_over_the_posterior(fitted):
 def test_predictions_do_not_depend_on_the_rows_beside_or_the_chunk(fitted, monkeypatch):
     whole = fitted.predict_proba(X)
     np.testing.assert_allclose(fitted.predict_proba(X[::-1])[::-1], whole, rtol=1e-12)
-    monkeypatch.setattr("slangvi.predict.chunks._CHUNK", 1)
+    monkeypatch.setattr("slangvi.predict.samples._CHUNK", 1)
     np.testing.assert_allclose(fitted.predict_proba(X[:7]), whole[:7], rtol=1e-12)
 
 
 def test_the_score_of_held_out_rows_does_not_depend_on_the_chunk(monkeypatch):
     settings = {"early_stopping": True, "max_iter": 2, "validation_fraction": 0.3}
     whole = classifier(**settings).fit(X, NAMES).validation_nll_
-    monkeypatch.setattr("slangvi.predict.chunks._CHUNK", 100)  # four rows at a time
+    monkeypatch.setattr("slangvi.predict.samples._CHUNK", 100)  # four rows at a time
     assert classifier(**settings).fit(X, NAMES).validation_nll_ == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize(("hidden", "samples"), [((1000,), 1), ((), 50)])
 def test_memory_of_predictions_and_scores_does_not_grow_with_the_rows(hidden, samples, monkeypatch):
     """All rows at once would take 160 MB for a hidden layer, and 8 for the draws."""
-    monkeypatch.setattr("slangvi.predict.chunks._CHUNK", 1 << 16)
+    monkeypatch.setattr("slangvi.predict.samples._CHUNK", 1 << 16)
     inputs = np.random.RandomState(0).randn(20_000, 2)
     settings = {"hidden_layer_sizes": hidden, "predict_samples": samples, "max_iter": 1, "mc_samples": 1, "rank": 1}
     model = SLANGRegressor(**settings, random_state=0).fit(inputs[:40], inputs[:40, 0])

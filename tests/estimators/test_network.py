@@ -23,11 +23,11 @@ def test_layer_sizes_are_numbers_or_sequences(given, sizes):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_networks_have_the_sizes_and_start_within_bounds(activation, global_rng_untouched):
-    model = mlp(9, (5, 4), 2, activation, torch.float64, seeded())
+    model = mlp([9, 5, 4, 2], activation, torch.float64, seeded())
     assert [tuple(p.shape) for p in model.parameters()] == [(5, 9), (5,), (4, 5), (4,), (2, 4), (2,)]
     assert 0.3 < float(model[0].weight.detach().abs().max()) <= 1 / 3
     assert model(torch.zeros(3, 9, dtype=torch.float64)).shape == (3, 2)
-    again, other = (mlp(9, (5, 4), 2, activation, torch.float64, seeded(k)) for k in (0, 1))
+    again, other = (mlp([9, 5, 4, 2], activation, torch.float64, seeded(k)) for k in (0, 1))
     assert torch.equal(again[0].weight, model[0].weight)
     assert not torch.equal(other[0].weight, model[0].weight)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -66,7 +68,7 @@ def test_given_noise_starts_at_a_tenth_of_the_spread_and_falls():
         noise.fall(share)
         assert noise.variance.tolist() == pytest.approx([expected, 0.3])
     noise.fall(0.5)
-    kept = noise.copy()
+    kept = copy.copy(noise)
     kept.fall(1.0)
     assert kept.variance.tolist() == [0.002, 0.3]
     assert float(noise.variance[0]) == pytest.approx(0.02)
@@ -92,7 +94,7 @@ def test_targets_may_spread_over_many_times_the_given_noise(stops):
 
 def test_a_copy_is_not_moved():
     noise = Noise.unknown(ONE)
-    kept = noise.copy()
+    kept = copy.copy(noise)
     noise.follow(100.0 * ONE, 1)
     assert float(kept.variance) == pytest.approx(0.1)
     assert float(noise.variance) > 0.1

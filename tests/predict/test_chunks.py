@@ -8,7 +8,7 @@ from torch import nn
 
 from helpers.posteriors import posterior_of
 from slangvi.predict import functional_samples
-from slangvi.predict.chunks import drawn_in_chunks, sizes_for_a_row
+from slangvi.predict.samples import drawn_in_chunks, sizes_for_a_row
 
 
 def test_the_widest_layer_is_found_in_any_module():
@@ -22,7 +22,7 @@ def test_the_widest_layer_is_found_in_any_module():
 
 @pytest.mark.parametrize("chunk", [1, 40, 1000])
 def test_chunks_are_of_the_same_draws(chunk, monkeypatch, global_rng_untouched):
-    monkeypatch.setattr("slangvi.predict.chunks._CHUNK", chunk)
+    monkeypatch.setattr("slangvi.predict.samples._CHUNK", chunk)
     with torch.random.fork_rng(devices=[]):
         model, x = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2)).double(), torch.randn(7, 3).double()
     q = posterior_of(model)

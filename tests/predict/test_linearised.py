@@ -163,7 +163,7 @@ class Scaled(nn.Module):
 def test_parameters_without_dimensions_are_no_reason_to_go_row_by_row(monkeypatch):
     model = Scaled()
     q = low_rank(model)
-    monkeypatch.delattr("slangvi.predict._jacobians.Jacobians._row_by_row")
+    monkeypatch.delattr("slangvi.predict.linearised._Jacobians._row_by_row")
     found = linearised_predictive(model, q, X)
     torch.testing.assert_close(found.covariance, by_definition(model, q, X)[1])
 

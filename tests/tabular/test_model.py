@@ -85,7 +85,7 @@ def test_probabilities_are_means_over_draws(classification):
 def test_predictions_do_not_depend_on_the_rows_beside_them(regression, monkeypatch):
     x = np.random.default_rng(0).normal(size=(7, regression.network.features))
     whole = regression.predict(x)
-    monkeypatch.setattr("slangvi.predict.chunks._CHUNK", 1)
+    monkeypatch.setattr("slangvi.predict.samples._CHUNK", 1)
     np.testing.assert_allclose(regression.predict(x).std, whole.std, rtol=1e-12)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slangvi.errors import DataError
-from slangvi.tabular import size
+from slangvi.tabular import fitting as size
 from slangvi.tabular.fitting import Settings, fit
 from slangvi.tabular.reading import parse
 

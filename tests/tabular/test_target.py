@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
@@ -97,6 +99,6 @@ def test_too_few_rows_are_refused():
 
 def test_targets_survive_json():
     target = Target("y", "classification", "so", ("a", "b"))
-    assert Target.from_json(target.to_json()) == target
+    assert Target.from_json(asdict(target)) == target
     with pytest.raises(ValueError, match="unknown task 'ranking'"):
-        Target.from_json({**target.to_json(), "task": "ranking"})
+        Target.from_json({**asdict(target), "task": "ranking"})

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from slangvi.errors import CheckpointError
 
-__all__ = ["VERSION", "DamagedError", "read", "read_header", "write"]
+__all__ = ["DTYPES", "VERSION", "DamagedError", "ForeignError", "read", "write"]
 
 FORMAT, VERSION = "slangvi checkpoint", 1
-# What safetensors calls the dtypes it knows.
+# Names of dtypes in safetensors; others cannot be held.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -41,11 +41,8 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-# What safetensors, JSON and a header of another shape may raise.
-_SPOILT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-_UNREADABLE = (SafetensorError, OSError, *_SPOILT)
+# Exceptions of safetensors, of JSON, and of a header that has another shape.
+_SPOILT = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class DamagedError(CheckpointError):
@@ -57,13 +54,7 @@ class ForeignError(DamagedError):
 
 
 def write(file: IO[bytes], about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint, one tensor at a time.
-
-    Args:
-        file: open for writing, at its start.
-        about: what goes into the header, as JSON can hold it.
-        tensors: by name, on any device.
-    """
+    """Write a header, as JSON can hold it, and tensors on any device, one at a time."""
     # Large items first keeps every tensor aligned to its own size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     # A checksum is always 64 digits: the table keeps its length, and is written again when they are known.
@@ -82,19 +73,16 @@ def _table(about: Mapping[str, Any], tensors: Mapping[str, Tensor], digests: Map
     for name, digest in digests.items():
         value = tensors[name]
         kind, start = {"dtype": DTYPES[value.dtype], "shape": list(value.shape)}, end
-        end += value.numel() * value.element_size()
-        entries[name] = {**kind, "stride": _stride(value), "sha256": digest}
+        end += value.nbytes
+        # Products may round by how numbers lie in memory, and a run that goes on must round alike.
+        stride = list(torch.empty_like(value, device="meta").stride())
+        entries[name] = {**kind, "stride": stride, "sha256": digest}
         places[name] = {**kind, "data_offsets": [start, end]}
     header = json.dumps({**about, "tensors": entries}, allow_nan=False)
     metadata = {"format": FORMAT, "version": str(VERSION), "sha256": _sha256(header), "header": header}
     text = json.dumps({"__metadata__": metadata, **places}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _stride(value: Tensor) -> list[int]:
-    """How the numbers lie in memory: products may round by it, and a run that goes on must round alike."""
-    return list(torch.empty_like(value, device="meta").stride())
 
 
 def _bytes(value: Tensor) -> memoryview:
@@ -106,36 +94,34 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The header, checked; the tensors are seen to be there, but not read."""
-    return _read(path, with_tensors=False)[0]
-
-
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header, and the tensors on the CPU, every bit of them checked.
+def read(path: Path, with_tensors: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the header and the tensors on the CPU, every bit of them checked; or no tensors, if these are there.
 
     Raises:
         DamagedError: there is no such file, or not every byte is what was written.
         CheckpointError: the file is something else, or of a newer version.
     """
-    return _read(path, with_tensors=True)
-
-
-def _read(path: Path, with_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if os.path.exists(path) and not os.path.isfile(path):
         raise CheckpointError(f"{path} is not a file. Give the path of a checkpoint.")
     try:
         with safe_open(path, framework="pt") as file:
             header = _header(path, file.metadata() or {})
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
-            _compare(path, header["tensors"], {name: [x.get_dtype(), x.get_shape()] for name, x in found.items()})
+            told = {name: [entry["dtype"], entry["shape"]] for name, entry in header["tensors"].items()}
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+            found = {name: [part.get_dtype(), part.get_shape()] for name, part in slices.items()}
+            for name in [*told, *found]:
+                if told.get(name) != found.get(name):
+                    raise DamagedError(
+                        f"{path} is damaged: it should hold {told.get(name, 'no')} as tensor {name!r}, and holds "
+                        f"{found.get(name, 'none')}."
+                    )
             names = found if with_tensors else ()
             return header, {name: _tensor(path, name, file.get_tensor(name), header) for name in names}
     except FileNotFoundError as error:
         raise DamagedError(f"there is no file {path}.") from error
     except PermissionError as error:
         raise CheckpointError(f"{path} may not be read: {error.strerror or error}. Change its permissions.") from error
-    except _UNREADABLE as error:
+    except _SPOILT as error:
         raise DamagedError(f"{path} {_what_it_is(path)} ({str(error).strip() or type(error).__name__}).") from error
 
 
@@ -155,19 +141,8 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     return header
 
 
-def _compare(path: Path, expected: Mapping[str, Mapping[str, Any]], found: Mapping[str, list[Any]]) -> None:
-    """Whether the table tells of the same tensors as the header."""
-    told = {name: [entry["dtype"], entry["shape"]] for name, entry in expected.items()}
-    for name in [*told, *found]:
-        if told.get(name) != found.get(name):
-            raise DamagedError(
-                f"{path} is damaged: it should hold {told.get(name, 'no')} as tensor {name!r}, and holds "
-                f"{found.get(name, 'none')}."
-            )
-
-
 def _tensor(path: Path, name: str, mapped: Tensor, header: Mapping[str, Any]) -> Tensor:
-    """A copy in memory of its own, laid out as it was."""
+    """Copy a tensor into memory of its own, laid out as it was, and compare its checksum."""
     entry = header["tensors"][name]
     value = mapped.clone()
     if hashlib.sha256(_bytes(value)).hexdigest() != entry["sha256"]:
@@ -176,7 +151,7 @@ def _tensor(path: Path, name: str, mapped: Tensor, header: Mapping[str, Any]) ->
 
 
 def _what_it_is(path: Path) -> str:
-    """A guess from the first bytes."""
+    """Say what a file seems to be by its first bytes."""
     with path.open("rb") as file:
         start = file.read(8)
     if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] <= b"\x05"):

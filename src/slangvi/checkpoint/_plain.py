@@ -17,8 +17,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from numbers import Integral, Real
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +31,7 @@ __all__ = ["RECORDS", "Record", "decode", "encode", "record_of"]
 
 
 class Record(NamedTuple):
-    """A class that can be taken apart and put together.
-
-    Args:
-        home: module and name.
-        fields: attributes, which are also arguments.
-        options: other arguments.
-    """
+    """A class, as "module:name", whose values are made of attributes that are arguments too, and other arguments."""
 
     home: str
     fields: tuple[str, ...]
@@ -45,9 +39,8 @@ class Record(NamedTuple):
 
     @property
     def kind(self) -> Callable[..., Any]:
-        """The class."""
-        module, _, name = self.home.partition(":")
-        kind: Callable[..., Any] = getattr(import_module(module), name)
+        """The class, imported when it is needed."""
+        kind: Callable[..., Any] = resolve_name(self.home)
         return kind
 
 
@@ -68,9 +61,7 @@ RECORDS = {
         "slangvi.replicas.state:State", ("loc", "prec_factor", "prec_diag", "momentum", "step", "failed", "spec")
     ),
     "LowRankPrecisionNormal": Record(
-        "slangvi.distributions:LowRankPrecisionNormal",
-        ("loc", "prec_factor", "prec_diag", "param_spec"),
-        _UNCHECKED,
+        "slangvi.distributions:LowRankPrecisionNormal", ("loc", "prec_factor", "prec_diag", "param_spec"), _UNCHECKED
     ),
     "DensePrecisionNormal": Record(
         "slangvi.distributions:DensePrecisionNormal", ("loc", "precision_matrix", "param_spec"), _UNCHECKED
@@ -85,17 +76,12 @@ def _names() -> dict[Any, str]:
 
 
 def record_of(value: Any) -> str | None:
-    """The name under which a value can be taken apart; None if it cannot."""
+    """Return the name of a value's class in `RECORDS`, or None."""
     return _names().get(type(value))
 
 
 def encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """A value as JSON can hold it.
-
-    Args:
-        value: to be kept.
-        tensors: gets those that are found, by their place.
-        place: of the value, for names and messages.
+    """Return a value as JSON can hold it, and put tensors in it into a dict under names that begin with its place.
 
     Example:
         >>> tensors = {}
@@ -112,7 +98,15 @@ def encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
         number = float(value)
         return number if math.isfinite(number) else {"$float": str(number)}
     if isinstance(value, Tensor):
-        return {"$tensor": _put_by(value, tensors, place)}
+        if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_quantized:
+            raise CheckpointError(
+                f"{place} is a tensor of {value.dtype} and layout {value.layout}, which a checkpoint cannot hold. "
+                "Convert it to a dense tensor of real numbers."
+            )
+        while place in tensors:  # names may hold dots
+            place += "'"
+        tensors[place] = value
+        return {"$tensor": place}
     name = record_of(value)
     if name is not None:
         parts = {field: getattr(value, field) for field in RECORDS[name].fields}
@@ -121,36 +115,19 @@ def encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
         items = [encode(item, tensors, f"{place}.{k}") for k, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, tensors, place)
+        pairs = [[encode(k, tensors, f"{place} key"), encode(v, tensors, f"{place}.{k}")] for k, v in value.items()]
+        if isinstance(value, Counter):
+            return {"$counter": pairs}
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        return {key: item for key, item in pairs} if plain else {"$dict": pairs}  # noqa: C416  # pairs of lists
     raise CheckpointError(
         f"{place} is a {type(value).__name__}, which a checkpoint cannot hold. It holds numbers, text, tensors, lists, "
         "dicts, generators, and what has a state_dict of these. Leave it out, or save it by other means."
     )
 
 
-def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], place: str) -> Any:
-    pairs = [[encode(k, tensors, f"{place} key"), encode(v, tensors, f"{place}.{k}")] for k, v in value.items()]
-    if isinstance(value, Counter):
-        return {"$counter": pairs}
-    if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: item for key, item in pairs}  # noqa: C416  # pairs of lists
-    return {"$dict": pairs}
-
-
-def _put_by(value: Tensor, tensors: dict[str, Tensor], place: str) -> str:
-    if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_quantized:
-        raise CheckpointError(
-            f"{place} is a tensor of {value.dtype} and layout {value.layout}, which a checkpoint cannot hold. "
-            "Convert it to a dense tensor of real numbers."
-        )
-    while place in tensors:  # names may hold dots
-        place += "'"
-    tensors[place] = value
-    return place
-
-
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that was encoded.
+    """Return the value that was encoded.
 
     Example:
         >>> decode({"a": {"$tuple": [1, {"$float": "-inf"}]}}, {})

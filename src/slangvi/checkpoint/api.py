@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import platform
 import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from slangvi import checks
-from slangvi.checkpoint._beside import check_extras, encode_extras, plain_values, restored
-from slangvi.checkpoint._format import VERSION, DamagedError, ForeignError, read, read_header, write
-from slangvi.checkpoint._plain import RECORDS, decode, record_of
-from slangvi.checkpoint._things import described, misfit, taken_apart, unlike_model
+from slangvi import __version__, checks
+from slangvi.checkpoint._beside import check_extras, encode_extras, restored
+from slangvi.checkpoint._format import VERSION, DamagedError, ForeignError, read, write
+from slangvi.checkpoint._plain import RECORDS, decode, encode, record_of
 from slangvi.errors import CheckpointError
 from slangvi.files import put
 from slangvi.optimizer import VariationalOptimizer
+from slangvi.params import ParamSpec
+from slangvi.params.state import layout_mismatch, possible
 
 __all__ = ["describe", "from_state_dict", "load", "previous_path", "save", "state_dict"]
 
@@ -47,15 +50,17 @@ def save(path: str | os.PathLike[str], thing: Any, /, **extras: Any) -> None:
         >>> about["method"], about["num_params"], about["rank"], about["step"], about["values"]
         ('SLANG', 3, 1, 0, {'epoch': 3})
     """
-    target = _target(path)
+    target = Path(os.path.realpath(path))  # a link stays, and what it points to is replaced
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise CheckpointError(f"{path} is not a file and cannot be replaced by one. Give the path of a file.")
     for name in extras:
         if name in _RESERVED:
             raise CheckpointError(f"{name!r} is an argument of slangvi.load. Give it another name.")
     tensors: dict[str, Tensor] = {}
-    about, run = taken_apart(thing, tensors)
+    about, run = _take_apart(thing, tensors)
     header = {**about, "run": run, "extras": encode_extras(extras, tensors)}
     try:
-        put(target, lambda file: write(file, header, tensors), _kept_as(target))
+        put(target, lambda file: write(file, header, tensors), _backup_path(target))
     except OSError as error:
         raise CheckpointError(
             f"{target} could not be written: {error.strerror or error}. What was there before is unchanged."
@@ -71,7 +76,7 @@ def load(
     across_devices: bool = False,
     **extras: Any,
 ) -> Any:
-    """Take up a run that was saved.
+    """Go on with a run that was saved.
 
     Everything is checked before anything is changed: if this raises, all is as it was.
 
@@ -93,15 +98,15 @@ def load(
     """
     checks.flag("fallback", fallback)
     checks.flag("across_devices", across_devices)
-    source, header, tensors = _opened(Path(path), fallback)
+    source, header, tensors = _open(Path(path), fallback)
     try:
-        return _taken_up(header, tensors, into, extras, across_devices)
+        return _restore(header, tensors, into, extras, across_devices)
     except CheckpointError as error:
         raise CheckpointError(f"{source} does not fit: {error}") from error
 
 
 def state_dict(thing: Any, /) -> dict[str, Any]:
-    """A state, posterior or optimizer as plain containers and tensors, for files of your own.
+    """Return a state, posterior or optimizer as plain containers and tensors, for files of your own.
 
     `torch.save` writes it, and `torch.load(path, weights_only=True)` reads it; it has no checksums.
 
@@ -118,52 +123,62 @@ def state_dict(thing: Any, /) -> dict[str, Any]:
         tensor([0., 0., 0.])
     """
     tensors: dict[str, Tensor] = {}
-    about, run = taken_apart(thing, tensors)
+    about, run = _take_apart(thing, tensors)
     copies = {name: value.detach().clone() for name, value in tensors.items()}
     return {**about, "format_version": VERSION, "run": run, "tensors": copies}
 
 
 def from_state_dict(saved: dict[str, Any], into: Any = None, /, *, across_devices: bool = False) -> Any:
-    """What `state_dict` took apart.
+    """Return what `state_dict` took apart: the optimizer `into`, or the state or posterior that was saved.
 
     Args:
         saved: as `state_dict` returned it.
         into: as in `load`.
         across_devices: as in `load`.
-
-    Returns:
-        The optimizer, or the state or posterior that was saved.
     """
     if not isinstance(saved, dict) or saved.get("format_version") != VERSION:
         raise CheckpointError("this was not made by slangvi.checkpoint.state_dict of this version.")
-    return _taken_up({"extras": {}, **saved}, saved["tensors"], into, {}, across_devices)
+    return _restore({"extras": {}, **saved}, saved["tensors"], into, {}, across_devices)
 
 
-def _taken_up(
+def _restore(
     header: dict[str, Any], tensors: dict[str, Tensor], into: Any, extras: dict[str, Any], across_devices: bool
 ) -> Any:
-    """Everything is checked, and then put in its place."""
+    """Check everything, then put it in its place."""
     if into is not None and not isinstance(into, VariationalOptimizer) and record_of(into) is None:
         raise TypeError(
             f"into must be an optimizer of slangvi, a state or a posterior like the saved one, or None, got "
             f"{type(into).__name__}."
         )
     try:
-        problem = _mismatch(header, into, across_devices) or check_extras(header["extras"], extras, across_devices)
-        run = None if problem else decode(header["run"], tensors)
+        if into is not None:
+            problem = _header_mismatch(header, _describe(into), across_devices)
+        elif header["kind"] == "optimizer":
+            problem = "it is of an optimizer. Build one on the model like the one that was saved, and pass it as `into`"
+        else:
+            problem = ""
+        problem = problem or check_extras(header["extras"], extras, across_devices)
+        run: Any = None if problem else decode(header["run"], tensors)
     except (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"its header cannot be understood ({type(error).__name__}: {error}).") from error
     if problem:
         raise CheckpointError(f"{problem}.")
     try:
         with restored(header["extras"], tensors, extras):
-            return _placed(run, header["device"], into)
+            if isinstance(into, VariationalOptimizer):
+                if header["device"] != _describe(into)["device"]:
+                    run["slangvi"]["generator"] = None  # a state of another device's generator means nothing
+                into.load_state_dict(run)
+                return into
+            if into is not None and (problem := _field_mismatch(run, into)):
+                raise CheckpointError(f"{problem}.")
+            return run if into is None else _on_devices_of(into, run)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a checkpoint says about itself, without loading it.
+    """Return what a checkpoint says about itself, without loading it.
 
     Args:
         path: of the file.
@@ -176,30 +191,23 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     header, tensors = read(Path(path))
     hidden = ("run", "extras", "tensors")
     about = {"format_version": VERSION} | {key: value for key, value in header.items() if key not in hidden}
-    about["extras"] = {name: entry["class"] for name, entry in header["extras"].items() if entry["how"] != "value"}
-    about["values"] = plain_values(header["extras"], tensors)
+    extras = header["extras"].items()
+    about["extras"] = {name: entry["class"] for name, entry in extras if entry["how"] != "value"}
+    about["values"] = {name: decode(entry["value"], tensors) for name, entry in extras if entry["how"] == "value"}
     return about
 
 
 def previous_path(path: str | os.PathLike[str]) -> Path:
-    """Where the checkpoint before this one is kept."""
+    """Return where the checkpoint before this one is kept."""
     target = Path(path)
     return target.with_name(target.name + ".previous")
 
 
-def _target(path: str | os.PathLike[str]) -> Path:
-    """Where to write: through a link, and never over what is not a file."""
-    target = Path(os.path.realpath(path))
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise CheckpointError(f"{path} is not a file and cannot be replaced by one. Give the path of a file.")
-    return target
-
-
-def _kept_as(target: Path) -> Path | None:
-    """Where to keep what is there: a damaged file is not worth the good one before it, but better than none."""
+def _backup_path(target: Path) -> Path | None:
+    """Return where to keep the file that is there: a damaged one never replaces a backup."""
     previous = previous_path(target)
     try:
-        read_header(target)
+        read(target, with_tensors=False)
     except DamagedError as error:
         if os.path.isfile(previous) and not isinstance(error, ForeignError):
             return None
@@ -208,8 +216,8 @@ def _kept_as(target: Path) -> Path | None:
     return previous
 
 
-def _opened(path: Path, fallback: bool) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """The file, or the one before it if that is allowed and necessary."""
+def _open(path: Path, fallback: bool) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """Read the file, or the one before it if that is allowed and necessary."""
     previous = previous_path(Path(os.path.realpath(path)))
     try:
         return path, *read(path)
@@ -233,36 +241,121 @@ def _opened(path: Path, fallback: bool) -> tuple[Path, dict[str, Any], dict[str,
         return previous, *found
 
 
-def _mismatch(header: dict[str, Any], into: Any, across_devices: bool) -> str:
-    if into is not None:
-        return unlike_model(header, described(into), across_devices)
-    if header["kind"] == "optimizer":
-        return "it is of an optimizer. Build one on the model like the one that was saved, and pass it as `into`"
-    return ""
-
-
-def _placed(run: Any, device: str, into: Any) -> Any:
-    """What was saved, in its place or where another is."""
-    if into is None:
-        return run
-    if isinstance(into, VariationalOptimizer):
-        if device != described(into)["device"]:
-            run["slangvi"]["generator"] = None  # a state of another device's generator means nothing
-        into.load_state_dict(run)
-        return into
-    problem = misfit(run, into)
-    if problem:
-        raise CheckpointError(f"{problem}.")
-    return _moved(run, into)
-
-
-def _moved(thing: Any, like: Any) -> Any:
-    """The same with every tensor on the device it has in another."""
+def _on_devices_of(like: Any, thing: Any) -> Any:
+    """Move every tensor of a state or posterior to the device it has in another."""
     if isinstance(thing, Tensor):
         return thing.to(like.device)
     kind = record_of(thing)
     if kind is None or kind == "layout":
         return thing
     record = RECORDS[kind]
-    fields = {name: _moved(getattr(thing, name), getattr(like, name)) for name in record.fields}
+    fields = {name: _on_devices_of(getattr(like, name), getattr(thing, name)) for name in record.fields}
     return record.kind(**fields, **record.options)
+
+
+def _take_apart(thing: Any, tensors: dict[str, Tensor]) -> tuple[dict[str, Any], Any]:
+    """Return what the header says about a thing, and the thing as JSON with its tensors elsewhere."""
+    kind = record_of(thing)
+    if isinstance(thing, VariationalOptimizer):
+        if thing.has_gradients:
+            raise CheckpointError(
+                "the optimizer holds gradients collected since the last step, and they are not saved. Save after "
+                "step(), or call discard_gradients() first."
+            )
+        content = thing.state_dict()
+        parts = content["slangvi"]["tensors"]
+    elif kind is not None and kind != "layout":
+        content, parts = thing, {name: getattr(thing, name) for name in RECORDS[kind].fields}
+    else:
+        raise CheckpointError(
+            f"a {type(thing).__name__} cannot be saved. Give an optimizer of slangvi, a state of the functional "
+            "interface or of replicas, or a posterior; other things go in by name: save(path, opt, scheduler=sched)."
+        )
+    for name, value in parts.items():
+        if isinstance(value, Tensor) and not _is_possible(name, value):
+            raise CheckpointError(
+                f"{name!r} holds NaN, Inf or values out of its range, which is no state to go on from. Nothing was "
+                "written, and the file that is there stays."
+            )
+    return _describe(thing), encode(content, tensors, "run")
+
+
+def _describe(thing: Any) -> dict[str, Any]:
+    """Return what a header says about a thing besides its values: versions, kind, method and sizes."""
+    if isinstance(thing, VariationalOptimizer):
+        thing = thing._own()
+        thing._sync()
+        state, kind = thing._state, "optimizer"
+        method, dtypes = type(thing).__name__, [str(p.dtype) for p in thing._mirror.params]
+    else:
+        state, method = thing, str(record_of(thing))
+        kind, dtypes = "state" if hasattr(thing, "spec") else "posterior", None
+    versions = {"slangvi": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return {**versions, "kind": kind, "method": method, **_numbers(state, dtypes)}
+
+
+def _numbers(state: Any, dtypes: list[str] | None) -> dict[str, Any]:
+    """Return sizes, dtypes and the step of a state or posterior; `dtypes` are those of the parameters."""
+    spec: ParamSpec | None = getattr(state, "spec", getattr(state, "param_spec", None))
+    loc, factor, step = state.loc, getattr(state, "prec_factor", None), getattr(state, "step", None)
+    names, shapes = ((), ()) if spec is None else (spec.names, spec.shapes)
+    parameters = zip(names, shapes, dtypes or [str(loc.dtype)] * len(names), strict=True)
+    return {
+        "num_params": loc.shape[-1],
+        "rank": None if factor is None else factor.shape[-1 if hasattr(state, "param_spec") else -2],
+        "dtype": str(loc.dtype),
+        "device": loc.device.type,
+        "step": step.tolist() if isinstance(step, Tensor) else step,
+        "parameters": [{"name": name, "shape": list(shape), "dtype": dtype} for name, shape, dtype in parameters],
+    }
+
+
+def _header_mismatch(about: dict[str, Any], here: dict[str, Any], across_devices: bool) -> str:
+    """Say what differs first between the header of a file and the description of a thing; empty if nothing does."""
+    for key, word in (("kind", "of kind"), ("method", "of method"), ("rank", "of rank L =")):
+        if about[key] != here[key]:
+            return f"it is {word} {about[key]!r}, and this is {word} {here[key]!r}"
+    for told, own in zip(about["parameters"], here["parameters"], strict=False):
+        if told != own:
+            return f"parameter {_parameter_text(told)} is saved where this has {_parameter_text(own)}"
+    if about["num_params"] != here["num_params"] or len(about["parameters"]) != len(here["parameters"]):
+        return (
+            f"it has P = {about['num_params']} in {len(about['parameters'])} parameter tensors, and this has "
+            f"P = {here['num_params']} in {len(here['parameters'])}"
+        )
+    if about["dtype"] != here["dtype"]:
+        return f"its state is {about['dtype']}, and this is {here['dtype']}"
+    if about["device"] != here["device"] and not across_devices:
+        return (
+            f"it was saved on {about['device']!r}, and this is on {here['device']!r}, where the run would not go on "
+            "bit by bit; across_devices=True takes it over all the same, random states apart"
+        )
+    return ""
+
+
+def _parameter_text(entry: dict[str, Any]) -> str:
+    return f"{entry['name']!r} of shape {tuple(entry['shape'])} and {entry['dtype']}"
+
+
+def _field_mismatch(saved: Any, here: Any, name: str = "") -> str:
+    """Say in which field a state or posterior differs first from one it should be like; empty if in none."""
+    if type(saved) is not type(here):
+        return f"{name or 'it'} is a {type(saved).__name__}, and this has a {type(here).__name__}"
+    if isinstance(saved, Tensor):
+        if (saved.shape, saved.dtype) != (here.shape, here.dtype):
+            return (
+                f"{name} is {tuple(saved.shape)} {saved.dtype}, and this has {tuple(here.shape)} {here.dtype}. Use the "
+                "same rank, dtype and data"
+            )
+        return "" if _is_possible(name, saved) else f"{name} holds NaN, Inf or values out of its range"
+    if isinstance(saved, ParamSpec):
+        return layout_mismatch(saved.names, saved.shapes, here)
+    if isinstance(saved, str):
+        return "" if saved == here else f"it was made with {name}={saved!r}, and this has {name}={here!r}"
+    kind = record_of(saved)
+    fields = RECORDS[kind].fields if kind else ()
+    return next(filter(None, (_field_mismatch(getattr(saved, f), getattr(here, f), f) for f in fields)), "")
+
+
+def _is_possible(name: str, value: Tensor) -> bool:
+    return bool(torch.isfinite(value).all()) and possible(name, value)

@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point; says what to install when the [cli] extra is missing."""
+    """Run the command line, or say what to install if the [cli] extra is missing."""
     try:
         from slangvi.cli.app import app
     except ModuleNotFoundError as error:

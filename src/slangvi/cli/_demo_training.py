@@ -23,15 +23,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Row(NamedTuple):
-    """One line of the table.
-
-    Args:
-        data: data set.
-        method: "SLANG" or "Adam".
-        score: "98.2 %" accuracy, or "RMSE 4.1".
-        nll: negative log-likelihood of a test example, nats.
-        calibration: calibration error.
-    """
+    """One line of the table: a score such as "98.2 %" or "RMSE 4.1", the NLL in nats and the calibration error."""
 
     data: str
     method: str
@@ -42,14 +34,13 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One training run: rates, whether they fall to zero, prior and length for SLANG, rate for Adam."""
+    """One data set and how to train on it: options of SLANG, whether its rates fall to zero, and lengths."""
 
+    label: str
     hidden: int
-    rank: int
-    lr: float
-    precision_lr: float
+    outputs: int
+    slang: dict[str, Any]
     falls: bool
-    prior_precision: float
     mc_samples: int
     epochs: int
     batch: int
@@ -57,15 +48,17 @@ class Setting:
     adam_epochs: int
 
 
-CUBIC = Setting(20, 5, 0.3, 0.03, False, 0.03, 4, 1200, 30, 1e-2, 2000)
-PATIENTS = Setting(50, 4, 0.02, 0.02, True, 1.0, 2, 100, 32, 3e-3, 100)
+_CUBIC_SLANG = {"rank": 5, "lr": 0.3, "precision_lr": 0.03, "prior_precision": 0.03}
+_PATIENTS_SLANG = {"rank": 4, "lr": 0.02, "precision_lr": 0.02, "prior_precision": 1.0}
+CUBIC = Setting("noisy cubic", 20, 1, _CUBIC_SLANG, False, 4, 1200, 30, 1e-2, 2000)
+PATIENTS = Setting("breast cancer", 50, 2, _PATIENTS_SLANG, True, 2, 100, 32, 3e-3, 100)
 NOISE = 3.0
 TEST_DRAWS = 256
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What the picture shows of the regression: data, grid, draws of f on the grid, and Adam's curve."""
+    """The regression in the picture: data, grid, draws of f on the grid, and Adam's curve."""
 
     x: Tensor
     y: Tensor
@@ -76,12 +69,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The table and what the picture needs.
+    """The table and the contents of the picture.
 
-    Args:
-        rows: lines of the table.
-        curve: the regression.
-        confidence: for each method, the probability given to the predicted class and whether it was right, (n,) each.
+    The confidence of each method is the probability of the predicted class, and whether that was right, (n,) each.
     """
 
     rows: list[Row]
@@ -90,13 +80,7 @@ class DemoResult:
 
 
 def run(seed: int = 0, progress: Progress = lambda label, done, total: None, quick: bool = False) -> DemoResult:
-    """Train SLANG and Adam on both data sets.
-
-    Args:
-        seed: of data, initial weights and draws.
-        progress: called with (label, epochs done, epochs in all).
-        quick: a twentieth of the epochs, to see that it runs.
-    """
+    """Train SLANG and Adam on both data sets, a twentieth of the epochs if `quick`."""
     curve, rows = _run_cubic(seed, progress, quick)
     confidence, more = _run_patients(seed, progress, quick)
     return DemoResult(rows + more, curve, confidence)
@@ -113,13 +97,13 @@ def _run_cubic(seed: int, progress: Progress, quick: bool) -> tuple[Curve, list[
         return -likelihood.log_prob(outputs, targets).mean()
 
     split = Split(x / x_scale, y / y_scale, x_test / x_scale, y_test / y_scale)
-    grid = torch.linspace(-6, 6, 241).unsqueeze(1)
-    slang, adam = _train_both("noisy cubic", CUBIC, split, 1, loss, seed, generator, progress, quick)
+    slang, adam = _train_both(CUBIC, split, loss, seed, generator, progress, quick)
 
     def draws_at(points: Tensor) -> Tensor:
         inputs = points / x_scale
         return functional_samples(slang.model, slang.posterior, inputs, TEST_DRAWS, generator=generator) * y_scale
 
+    grid = torch.linspace(-6, 6, 241).unsqueeze(1)
     with torch.no_grad():
         fits = {"SLANG": draws_at(x_test), "Adam": adam(x_test / x_scale).unsqueeze(0) * y_scale}
         curve = Curve(x, y, grid, draws_at(grid), adam(grid / x_scale) * y_scale)
@@ -128,54 +112,50 @@ def _run_cubic(seed: int, progress: Progress, quick: bool) -> tuple[Curve, list[
         noisy = draws.expand(TEST_DRAWS, -1, -1) + NOISE * torch.randn(TEST_DRAWS, *y_test.shape, generator=generator)
         score = f"RMSE {metrics.rmse(draws.mean(0), y_test):.1f}"
         nll = metrics.mixture_nll(draws, NOISE, y_test)
-        rows.append(Row("noisy cubic", method, score, nll, metrics.interval_error(noisy, y_test)))
+        rows.append(Row(CUBIC.label, method, score, nll, metrics.interval_error(noisy, y_test)))
     return curve, rows
 
 
 def _run_patients(seed: int, progress: Progress, quick: bool) -> tuple[dict[str, tuple[Tensor, Tensor]], list[Row]]:
     split = breast_cancer(seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    slang, adam = _train_both("breast cancer", PATIENTS, split, 2, F.cross_entropy, seed, generator, progress, quick)
+    slang, adam = _train_both(PATIENTS, split, F.cross_entropy, seed, generator, progress, quick)
     draws = predictive_samples(slang.model, slang.posterior, split.x_test, TEST_DRAWS, generator=generator)
     with torch.no_grad():
         probs = {"SLANG": draws.mean(0), "Adam": adam(split.x_test).softmax(-1)}
     rows, confidence = [], {}
     for method, p in probs.items():
         score = f"{100 * metrics.accuracy(p, split.y_test):.1f} %"
-        calibration = metrics.ece(p, split.y_test)
-        rows.append(Row("breast cancer", method, score, metrics.nll(p, split.y_test), calibration))
+        rows.append(Row(PATIENTS.label, method, score, metrics.nll(p, split.y_test), metrics.ece(p, split.y_test)))
         top, predicted = p.max(-1)
         confidence[method] = (top, predicted == split.y_test)
     return confidence, rows
 
 
 def _train_both(
-    label: str,
     setting: Setting,
     data: Split,
-    outputs: int,
     loss: Callable[[Tensor, Tensor], Tensor],
     seed: int,
     generator: torch.Generator,
     progress: Progress,
     quick: bool,
 ) -> tuple[SLANG, nn.Module]:
-    """The same network from the same start, once with SLANG and once with Adam."""
-    epochs = max(1, setting.epochs // 20) if quick else setting.epochs
-    network = _network(data.x_train.shape[1], setting.hidden, outputs, seed)
-    slang = SLANG(
-        network,
-        num_data=len(data.x_train),
-        rank=setting.rank,
-        lr=setting.lr,
-        precision_lr=setting.precision_lr,
-        prior_precision=setting.prior_precision,
-        generator=generator,
-    )
+    """Train the same network from the same start, once with SLANG and once with Adam."""
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for index in torch.randperm(len(data.x_train), generator=generator).split(setting.batch):
+            yield data.x_train[index], data.y_train[index]
+
+    lengths = setting.epochs, setting.adam_epochs
+    epochs, adam_epochs = (max(1, length // 20) for length in lengths) if quick else lengths
+    sizes = data.x_train.shape[1], setting.hidden, setting.outputs
+    network, twin = _network(*sizes, seed), _network(*sizes, seed)
+    slang = SLANG(network, num_data=len(data.x_train), generator=generator, **setting.slang)
     steps = epochs * -(-len(data.x_train) // setting.batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(slang, steps) if setting.falls else None
     for epoch in range(epochs):
-        for x, y in _batches(data, setting.batch, generator):
+        for x, y in batches():
             for _ in range(setting.mc_samples):
                 with slang.sampled_params(train=True):
                     slang.zero_grad()
@@ -183,33 +163,26 @@ def _train_both(
             slang.step()
             if schedule is not None:
                 schedule.step()
-        progress(f"{label}: SLANG", epoch + 1, epochs)
-    twin = _network(data.x_train.shape[1], setting.hidden, outputs, seed)
+        progress(f"{setting.label}: SLANG", epoch + 1, epochs)
     adam = torch.optim.Adam(twin.parameters(), lr=setting.adam_lr)
-    adam_epochs = max(1, setting.adam_epochs // 20) if quick else setting.adam_epochs
     for epoch in range(adam_epochs):
-        for x, y in _batches(data, setting.batch, generator):
+        for x, y in batches():
             adam.zero_grad()
             loss(twin(x), y).backward()
             adam.step()
-        progress(f"{label}: Adam", epoch + 1, adam_epochs)
+        progress(f"{setting.label}: Adam", epoch + 1, adam_epochs)
     return slang, twin
 
 
 def _network(inputs: int, hidden: int, outputs: int, seed: int) -> nn.Module:
-    """One hidden layer of ReLU units; the global random state is left alone."""
+    """Make a network of one hidden layer; the global random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
 
-def _batches(data: Split, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    for index in torch.randperm(len(data.x_train), generator=generator).split(size):
-        yield data.x_train[index], data.y_train[index]
-
-
 def plot(result: DemoResult, path: Path) -> None:
-    """One PNG: predictive bands of the regression, and how often confident predictions are right."""
+    """Write one PNG: predictive bands of the regression, and the losses of the classification."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -239,7 +212,7 @@ def _plot_curve(axes: Any, curve: Curve) -> None:
 
 
 def _plot_confidence(axes: Any, confidence: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Negative log-probability of the truth, worst examples first: the price of being confidently wrong."""
+    """Draw the negative log-probability of the truth, worst examples first."""
     for (method, (top, right)), color in zip(confidence.items(), ("#08306b", "#d94801"), strict=True):
         truth = torch.where(right, top, 1 - top).double().clamp_min(1e-12)
         worst = truth.log().neg().sort(descending=True).values[:40]

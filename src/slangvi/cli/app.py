@@ -35,8 +35,11 @@ class _Extensible(click.Group):
         if own is not None:
             return own
         if cmd_name in (added := _added()):
-            return _loaded(added[cmd_name])
-        return _missing(cmd_name) if cmd_name in REPRODUCTION else None
+            return _load(added[cmd_name])
+        if cmd_name not in REPRODUCTION:
+            return None
+        where = "in the package slangvi-reproduction: pip install ./reproduction, in a clone of slangvi."
+        return _failing(cmd_name, f"{REPRODUCTION[cmd_name]} (not installed)", f"'slangvi {cmd_name}' is {where}")
 
 
 def _added() -> dict[str, EntryPoint]:
@@ -44,7 +47,7 @@ def _added() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
-def _loaded(point: EntryPoint) -> click.Command:
+def _load(point: EntryPoint) -> click.Command:
     """Return the command of another package, or one that says why it cannot be imported."""
     try:
         command: click.Command = point.load()
@@ -52,15 +55,6 @@ def _loaded(point: EntryPoint) -> click.Command:
         reason = f"'slangvi {point.name}' cannot be imported from {point.value}: {error}"
         return _failing(point.name, "(cannot be imported)", reason)
     return command
-
-
-def _missing(name: str) -> click.Command:
-    """Return a command that says how to get the package it is in."""
-    return _failing(
-        name,
-        f"{REPRODUCTION[name]} (not installed)",
-        f"'slangvi {name}' is in the package slangvi-reproduction: pip install ./reproduction, in a clone of slangvi.",
-    )
 
 
 def _failing(name: str, about: str, reason: str) -> click.Command:

@@ -1,4 +1,4 @@
-"""What several commands share: extras that must be there, bars, and how a command ends."""
+"""Parts that commands share: checks before work begins, progress bars, and how a command ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FiniteRange(click.FloatRange):
     """A range of numbers in which neither inf nor nan is one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """From the word that was given."""
+        """Return the number that a word stands for."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
@@ -28,7 +28,7 @@ class FiniteRange(click.FloatRange):
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that ends with 0, with 1 and one line on what went wrong, or with 130 when it is interrupted.
+    """Let a command end with 0, with 1 and one line on what went wrong, or with 130 when it is interrupted.
 
     Adds the option --debug, which lets errors through as they are.
     """
@@ -46,21 +46,17 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             if debug:
                 raise
-            raise click.ClickException(_told(error)) from error
+            from slangvi.errors import CheckpointError, DataError, NumericalError
+
+            known = isinstance(error, DataError | CheckpointError | NumericalError | OSError)
+            text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where it comes from)"
+            raise click.ClickException(text) from error
 
     return run
 
 
-def _told(error: Exception) -> str:
-    from slangvi.errors import CheckpointError, DataError, NumericalError
-
-    if isinstance(error, DataError | CheckpointError | NumericalError | OSError):
-        return str(error)
-    return f"{type(error).__name__}: {error} (--debug shows where it comes from)"
-
-
 def check_new(path: Path, force: bool) -> None:
-    """Refuse to write over something unless it was said to, and where nothing can be written, before any work is done.
+    """Refuse, before any work is done, to write over something without `force`, or where nothing can be written.
 
     Files are put in place by renaming, so that a device or a pipe would be replaced and not written to.
     """
@@ -79,7 +75,7 @@ def check_new(path: Path, force: bool) -> None:
 
 
 def require(command: str, **extras: str) -> None:
-    """Say what to install before any work is done."""
+    """Say which extras to install if modules are missing, before any work is done."""
     missing = sorted(extra for module, extra in extras.items() if find_spec(module) is None)
     if missing:
         raise click.ClickException(f"{command} needs more packages: pip install 'slangvi[{','.join(missing)}]'")
@@ -87,7 +83,7 @@ def require(command: str, **extras: str) -> None:
 
 @contextmanager
 def progress_bars(console: object) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar per label, shown on a terminal only."""
+    """Show a bar per label, on a terminal only."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -62,6 +62,7 @@ def fit(data: Path, out: Path, max_mb: float, force: bool, quiet: bool, json: bo
     import torch
     from rich.console import Console
 
+    from slangvi.environment import environment
     from slangvi.tabular.fitting import Settings
     from slangvi.tabular.fitting import fit as fitted
     from slangvi.tabular.model import save
@@ -72,9 +73,12 @@ def fit(data: Path, out: Path, max_mb: float, force: bool, quiet: bool, json: bo
     start, console = perf_counter(), Console(soft_wrap=True)
     table = read_csv(data, max_mb)
     silent = quiet or json
-    with nullcontext(_silent) if silent else progress_bars(console) as progress:
+    bars = nullcontext(lambda label, done, total: None) if silent else progress_bars(console)
+    with bars as progress:
         model = fitted(table, Settings(**options), progress, None if silent else partial(_show_found, console))
-    model.record.update(_about(data, options["device"], perf_counter() - start))
+    seconds = perf_counter() - start
+    # Only the name of the file is kept: where it lies is nobody else's business.
+    model.record.update(data=data.name, environment=environment("slangvi fit", options["device"], seconds))
     save(model, out)
     if json:
         click.echo(json_text.dumps(_outcome(model, out), indent=2))
@@ -82,11 +86,8 @@ def fit(data: Path, out: Path, max_mb: float, force: bool, quiet: bool, json: bo
         _show(console, model, out)
 
 
-def _silent(label: str, done: int, total: int) -> None:
-    """No bar."""
-
-
 def _hidden(text: str) -> tuple[int, ...]:
+    """Return the widths that a word such as 64,32 stands for."""
     try:
         widths = tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -99,57 +100,48 @@ def _hidden(text: str) -> tuple[int, ...]:
     return widths
 
 
-def _about(data: Path, device: str, seconds: float) -> dict[str, Any]:
-    """The file and the machine; where the file lies is nobody else's business."""
-    from slangvi.environment import environment
-
-    return {"data": data.name, "environment": environment("slangvi fit", device, seconds)}
-
-
 def _outcome(model: Model, out: Path) -> dict[str, Any]:
+    """Return what --json prints."""
+    target, schema = model.target, model.schema
     keys = ("rows", "without_target", "left_out", "held_out_rows", "scores", "settings", "environment")
-    found = {"model": str(out), "task": model.target.task, "why": model.target.why, "target": model.target.name}
-    columns = {column.name: column.kind for column in model.schema.columns}
-    rest = {"columns": columns, "dropped": model.schema.dropped, "notes": model.schema.notes}
-    return {**found, "classes": list(model.target.classes), **rest, **{key: model.record[key] for key in keys}}
+    return {
+        "model": str(out),
+        **{"task": target.task, "why": target.why, "target": target.name, "classes": list(target.classes)},
+        "columns": {column.name: column.kind for column in schema.columns},
+        **{"dropped": schema.dropped, "notes": schema.notes},
+        **{key: model.record[key] for key in keys},
+    }
 
 
 def _show_found(console: Console, target: Target, schema: Schema, rows: int, left_out: dict[str, int]) -> None:
-    """Task and columns, before minutes of training are spent on a wrong guess."""
+    """Print task and columns, before minutes of training are spent on a wrong guess."""
     kinds = [column.kind for column in schema.columns]
     classes = f", {target.outputs} classes" if target.classes else ""
-    _say(console, f"Task: {target.task}{classes} ({target.why})")
-    _say(
-        console,
+    lines = [
+        f"Task: {target.task}{classes} ({target.why})",
         f"Inputs: {kinds.count('numeric')} numeric and {kinds.count('categorical')} categorical columns, "
         f"{schema.features} numbers a row, {rows} rows",
-    )
+    ]
     if left_out:
         cells = ", ".join(f"{count} {repr(cell) if cell else 'empty'}" for cell, count in left_out.items())
-        _say(console, f"  {sum(left_out.values())} rows without a target are left out: {cells}")
-    for word, notes in (("dropped", schema.dropped), ("kept", schema.notes)):
-        for name, why in notes.items():
-            _say(console, f"  {name!r} {word}: {why}")
+        lines.append(f"  {sum(left_out.values())} rows without a target are left out: {cells}")
+    lines += [f"  {name!r} dropped: {why}" for name, why in schema.dropped.items()]
+    lines += [f"  {name!r} kept: {note}" for name, note in schema.notes.items()]
+    console.print("\n".join(lines), highlight=False, markup=False)
     console.file.flush()  # into a pipe or a log, too
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False)
 
 
 def _show(console: Console, model: Model, out: Path) -> None:
     from rich.table import Table
 
-    from slangvi.tabular.scores import readable
+    from slangvi.tabular.cells import readable
 
     record, scores = model.record, model.record["scores"]
+    baseline = "mean alone" if model.target.task == "regression" else "class frequencies"
     grid = Table("", *(_WORDS[name] for name in scores["model"]), title=f"On {record['held_out_rows']} held-out rows")
-    for label, row in (("SLANG", scores["model"]), (_baseline(model.target.task), scores["baseline"])):
+    for label, row in (("SLANG", scores["model"]), (baseline, scores["baseline"])):
         grid.add_row(label, *(readable(value) for value in row.values()))
     console.print(grid)
     fitted = "all rows" if record["settings"]["refit"] else "the other four fifths"
-    _say(console, f"Model: {out}, fitted on {fitted}   ({record['environment']['seconds']:.0f} s)")
-
-
-def _baseline(task: str) -> str:
-    return "mean alone" if task == "regression" else "class frequencies"
+    line = f"Model: {out}, fitted on {fitted}   ({record['environment']['seconds']:.0f} s)"
+    console.print(line, highlight=False, markup=False)

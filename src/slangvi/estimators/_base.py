@@ -1,13 +1,14 @@
-"""What classifier and regressor share: parameters, checks, and the way from arrays to a posterior and back."""
+"""Parts that classifier and regressor share: checks, and the way from arrays to a posterior and back."""
 
 from __future__ import annotations
 
-import math
+import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar
 
@@ -21,38 +22,41 @@ from torch import Tensor, nn
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._parameters import EstimatorParameters
-from slangvi.estimators._training import Patience, Rows, Training, lean
-from slangvi.estimators._training_settings import AutoRates, RequestedSettings
+from slangvi.estimators._training import AutoRates, Patience, Rows, Training, resolve_options
 from slangvi.estimators.data import Array, Scale, held_out
 from slangvi.estimators.network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.keywords import document_fields
 from slangvi.methods import slang
-from slangvi.predict.chunks import drawn_in_chunks
+from slangvi.predict.samples import drawn_in_chunks
 
 __all__ = ["BaseSLANG"]
 
 _FLOATS = (np.float64, np.float32)
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
+def _unless_auto(value: Any, check: Callable[[Any], Any]) -> Any:
+    """Return None for "auto", and what a check makes of any other value."""
+    return None if isinstance(value, str) and value == "auto" else check(value)
+
+
+def _given_start(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        raise TypeError(
+            "init_precision must be a number, a dict of parameter names or globs, a tensor, or 'auto', "
+            f"got {value!r}. Leave it out for 'auto'."
+        )
+    return value
 
 
 class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     """Parameters and training; see `SLANGClassifier` for what they mean."""
 
-    # What "auto" stands for.
     _rates: ClassVar[AutoRates]
+    _y_checks: ClassVar[dict[str, bool]]  # arguments of scikit-learn's `validate_data`
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
         document_fields(cls)
-
-    def _store(self, parameters: EstimatorParameters) -> None:
-        """Set every parameter as an attribute, which is all that scikit-learn wants of `__init__`."""
-        for item in fields(parameters):
-            setattr(self, item.name, getattr(parameters, item.name))
 
     @property
     def posterior_(self) -> LowRankPrecisionNormal:
@@ -63,74 +67,67 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "state_")
 
-    # ---- what the two differ in ----
+    # ---- where the two differ ----
 
     @abstractmethod
     def _targets(self, y: Array, weights: Array, first: bool) -> Array:
-        """Targets as they are trained on; learns classes or scales from the first ones."""
+        """Return targets as they are trained on; learn classes or scales from the first ones."""
 
     @abstractmethod
     def _num_outputs(self) -> int:
-        """C."""
+        """Return C."""
 
-    @abstractmethod
-    def _labels(self, rows: Rows) -> Tensor | None:
-        """Classes, of which each should be held out in proportion, (n,); None where there are none."""
-
-    @abstractmethod
     def _noise(self, rows: Rows) -> Noise | None:
-        """The noise to begin with."""
+        """Return the noise to begin with; None for classes."""
+        return None
 
     @abstractmethod
     def _nll(self, draws: Tensor, y: Tensor, noise: Noise | None) -> Tensor:
-        """−log of the averaged likelihood of each row, for draws of the outputs (S, n, C), (n,)."""
+        """Return −log of the averaged likelihood of each row, (n,), for draws of the outputs (S, n, C)."""
 
     # ---- training ----
 
-    def _fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> None:
-        settings = self._checked()
-        go_on = self.warm_start and hasattr(self, "state_")
-        X, y, weights = self._validated(X, y, sample_weight, not go_on, options)
-        if not go_on:
+    def _fit(self, X: Any, y: Any, sample_weight: Any, one_pass: bool = False) -> None:
+        """Train until the end, or for one more pass at constant rates if `one_pass`."""
+        options, batch_size = self._checked()
+        go_on = (one_pass or self.warm_start) and hasattr(self, "state_")
+        X, y = validate_data(self, X, y, dtype=_FLOATS, reset=not go_on, **self._y_checks)
+        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        if not weights.sum() > 0:
+            raise ValueError("sample_weight must have a positive sum, got zeros. Leave it out to count rows alike.")
+        if not (go_on or one_pass):
             self._forget()
         generators = self._generators()
-        whole = self._rows(X, y, weights, generators[0], not go_on)
-        rows, held = self._split(whole, generators[0]) if self.early_stopping else (whole, None)
-        patience = None if held is None else Patience(self._loss_on(held), self.tol, self.n_iter_no_change)
+        rows = self._rows(X, y, weights, generators[0], not go_on)
+        seen = rows.total + (getattr(self, "n_samples_seen_", 0.0) if one_pass else 0.0)
+        patience = None
+        if self.early_stopping and not one_pass:
+            rows, held = self._split(rows, generators[0])
+            patience = Patience(self._loss_on(held), self.tol, self.n_iter_no_change)
+        num_data = rows.total
+        if one_pass:
+            num_data = seen if self.num_data is None else float(self.num_data)
+        epochs = 1 if one_pass else self.max_iter
         with seeded(generators[0], self.device):
-            training = self._training(rows, settings, self.max_iter, go_on)
-            losses = training.run(
-                rows, self.max_iter, generators, falling=True, patience=patience, report=self._report()
-            )
-        self.loss_curve_ = losses
-        self.n_iter_ = len(losses)
-        self.n_samples_seen_ = whole.total
+            training = self._training(rows, options, batch_size, None if one_pass else epochs, go_on)
+            losses = training.run(rows, epochs, generators, not one_pass, num_data, patience, self._report())
+        self.n_samples_seen_ = seen
+        self.loss_curve_ = [*(getattr(self, "loss_curve_", []) if one_pass else []), *losses]
+        self.n_iter_ = len(self.loss_curve_)
         if patience is not None:
             self.validation_nll_, self.best_validation_nll_ = patience.losses, patience.best
-        self._keep(training)
+        self.state_ = replace(training.state)  # without what is cached in it, to be pickled
+        self._last_noise = training.noise
 
-    def _partial_fit(self, X: Any, y: Any, sample_weight: Any, options: dict[str, Any]) -> None:
-        settings, first = self._checked(), not hasattr(self, "state_")
-        X, y, weights = self._validated(X, y, sample_weight, first, options)
-        generators = self._generators()
-        rows = self._rows(X, y, weights, generators[0], first)
-        seen = getattr(self, "n_samples_seen_", 0.0) + rows.total
-        num_data = seen if self.num_data is None else float(self.num_data)
-        with seeded(generators[0], self.device):
-            training = self._training(rows, settings, None, not first)
-            losses = training.run(rows, 1, generators, falling=False, num_data=num_data, report=self._report())
-        self.n_samples_seen_ = seen
-        self.loss_curve_ = [*getattr(self, "loss_curve_", []), *losses]
-        self.n_iter_ = len(self.loss_curve_)
-        self._keep(training)
+    def _checked(self) -> tuple[dict[str, Any], int | None]:
+        """Check parameters; return options of `slang.build`, and the batch size, with None for "auto".
 
-    def _checked(self) -> RequestedSettings:
-        """Parameters, checked when they are needed and not before, as scikit-learn wants it."""
+        Scikit-learn wants parameters to be checked when they are needed and not before.
+        """
         layer_sizes(self.hidden_layer_sizes)
         checks.choice("activation", self.activation, tuple(ACTIVATIONS))
-        checks.count("max_iter", self.max_iter)
-        checks.count("predict_samples", self.predict_samples)
-        checks.count("n_iter_no_change", self.n_iter_no_change)
+        for name in ("max_iter", "predict_samples", "n_iter_no_change"):
+            checks.count(name, getattr(self, name))
         checks.number("validation_fraction", self.validation_fraction, 0.0, 1.0)
         checks.number("tol", self.tol, 0.0, closed="low")
         for name in ("early_stopping", "standardize", "warm_start"):
@@ -139,70 +136,47 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         if self.num_data is not None:
             checks.number("num_data", self.num_data, 0.0)
         checks.device("device", self.device)
-        auto, hint = _is_auto(self.batch_size), "Or 'auto', which is 8 to 32."
-        return RequestedSettings(
-            rank=checks.count("rank", self.rank, least=0),
-            prior_precision=self.prior_precision,
-            temperature=checks.number("temperature", self.temperature, 0.0),
-            mc_samples=checks.count("mc_samples", self.mc_samples),
-            lr=self._rate("learning_rate_init"),
-            precision_lr=self._rate("precision_learning_rate_init", 1.0),
-            init_precision=self._given_start(),
-            batch_size=None if auto else checks.count("batch_size", self.batch_size, hint=hint),
-        )
-
-    def _rate(self, name: str, high: float = math.inf) -> float | None:
-        """A rate that was given; None for "auto"."""
-        given = getattr(self, name)
-        return None if _is_auto(given) else checks.rate(name, given, high, hint="Or 'auto'.")
-
-    def _given_start(self) -> Any:
-        """The precision to start with, if one was given; None for "auto"."""
-        given = self.init_precision
-        if given is None or (isinstance(given, str) and not _is_auto(given)):
-            raise TypeError(
-                "init_precision must be a number, a dict of parameter names or globs, a tensor, or 'auto', "
-                f"got {given!r}. Leave it out for 'auto'."
-            )
-        return None if _is_auto(given) else given
-
-    def _validated(
-        self, X: Any, y: Any, sample_weight: Any, reset: bool, options: dict[str, Any]
-    ) -> tuple[Array, Array, Array]:
-        X, y = validate_data(self, X, y, dtype=_FLOATS, reset=reset, **options)
-        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        if not weights.sum() > 0:
-            raise ValueError("sample_weight must have a positive sum, got zeros. Leave it out to count rows alike.")
-        return X, y, weights
+        rate = partial(checks.rate, "learning_rate_init", hint="Or 'auto'.")
+        precision_rate = partial(checks.rate, "precision_learning_rate_init", high=1.0, hint="Or 'auto'.")
+        size = partial(checks.count, "batch_size", hint="Or 'auto', which is 8 to 32.")
+        options = {
+            "rank": checks.count("rank", self.rank, least=0),
+            "prior_precision": self.prior_precision,
+            "temperature": checks.number("temperature", self.temperature, 0.0),
+            "mc_samples": checks.count("mc_samples", self.mc_samples),
+            "lr": _unless_auto(self.learning_rate_init, rate),
+            "precision_lr": _unless_auto(self.precision_learning_rate_init, precision_rate),
+            "init_precision": _unless_auto(self.init_precision, _given_start),
+        }
+        return options, _unless_auto(self.batch_size, size)
 
     def _rows(self, X: Array, y: Array, weights: Array, generator: torch.Generator, first: bool) -> Rows:
-        """Scaled tensors on the device, without rows that count for nothing; the first ones decide scales and sizes."""
+        """Return scaled tensors without rows of weight 0; the first ones decide scales and sizes."""
         counts = weights > 0
         targets = self._targets(y, weights, first)[counts]
         X, weights = X if counts.all() else X[counts], weights[counts]  # rows are copied if they must be
         if first:
             self.input_scale_ = Scale.of(X, weights) if self.standardize else Scale.none(X.shape[1])
-            self.module_ = self._made(X.shape[1], generator, torch.from_numpy(np.empty(0, X.dtype)).dtype)
+            self.module_ = self._make_module(X, generator)
         goal = torch.from_numpy(np.ascontiguousarray(targets)).to(self.device)
         goal = goal.to(input_dtype(self.module_)) if goal.is_floating_point() else goal
         return Rows(self._inputs(X), goal, torch.from_numpy(weights))
 
     def _inputs(self, X: Array) -> Tensor:
-        """Scaled rows as the module takes them."""
+        """Return scaled rows as the module takes them."""
         scaled = torch.from_numpy(np.ascontiguousarray(self.input_scale_.apply(X)))
         return scaled.to(self.device, input_dtype(self.module_))
 
-    def _made(self, features: int, generator: torch.Generator, dtype: torch.dtype) -> nn.Module:
-        outputs = self._num_outputs()
-        if self.module is None:
-            hidden = layer_sizes(self.hidden_layer_sizes)
-            made: nn.Module = mlp(features, hidden, outputs, self.activation, dtype, generator)
-        else:
-            made = made_module(self.module, features, outputs, generator)
-        return made.to(self.device)
+    def _make_module(self, X: Array, generator: torch.Generator) -> nn.Module:
+        features, outputs = X.shape[1], self._num_outputs()
+        if self.module is not None:
+            return made_module(self.module, features, outputs, generator).to(self.device)
+        dtype = torch.from_numpy(np.empty(0, X.dtype)).dtype
+        sizes = [features, *layer_sizes(self.hidden_layer_sizes), outputs]
+        return mlp(sizes, self.activation, dtype, generator).to(self.device)
 
     def _split(self, rows: Rows, generator: torch.Generator) -> tuple[Rows, Rows]:
-        """Rows to train on, and rows to stop by."""
+        """Return rows to train on, and rows to stop by."""
         count = len(rows.x)
         held = max(1, round(self.validation_fraction * count))
         if held >= count:
@@ -210,30 +184,38 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
                 f"early_stopping holds out {held} of {count} rows (n_samples={count}), which leaves none to train on. "
                 "Lower validation_fraction or give more rows."
             )
-        stopping = held_out(count, held, self._labels(rows), generator)
+        labels = None if rows.y.is_floating_point() else rows.y.cpu()
+        stopping = held_out(count, held, labels, generator)
         training = torch.ones(count, dtype=torch.bool).index_fill(0, stopping, False).nonzero()[:, 0]
-        places = training, stopping
-        parts = [Rows(rows.x[p.to(rows.x.device)], rows.y[p.to(rows.y.device)], rows.weights[p]) for p in places]
-        return parts[0], parts[1]
 
-    def _training(self, rows: Rows, settings: RequestedSettings, epochs: int | None, go_on: bool) -> Training:
-        """From a new state or the last one; for so many epochs, or nobody knows how many."""
+        def part(index: Tensor) -> Rows:
+            return Rows(rows.x[index.to(rows.x.device)], rows.y[index.to(rows.y.device)], rows.weights[index])
+
+        return part(training), part(stopping)
+
+    def _training(
+        self, rows: Rows, options: dict[str, Any], batch_size: int | None, epochs: int | None, go_on: bool
+    ) -> Training:
+        """Return a training from a new state or the last one; `epochs` is None where their number is not known."""
+        count = len(rows.x)
         if go_on:
             self._check_sizes()
+            noise = self._kept_noise()
         else:
             self._sizes = self._own_sizes()
             with torch.no_grad():
                 check_outputs(self.module_(rows.x[:2]), len(rows.x[:2]), self._num_outputs())
-        noise = self._kept_noise() if go_on else self._noise(rows)
+            noise = self._noise(rows)
+        size = min(count, batch_size or min(32, max(8, count // 8)))
+        steps = None
+        if epochs is not None and not self.early_stopping:  # else a slow precision may still be near its high start
+            steps = epochs * -(-count // size)
         spread = 1.0 if noise is None else float(noise.spread.mean())
-        if epochs is None or self.early_stopping:  # a slow precision would still be near its high start
-            resolved = settings.resolve_endless(self._rates)
-        else:
-            resolved = settings.resolve(self._rates, len(rows.x), rows.total, epochs, spread)
-        return Training(self.module_, resolved, noise, self.state_ if go_on else None)
+        resolved = resolve_options(options, self._rates, rows.total, steps, spread)
+        return Training(self.module_, resolved, size, noise, self.state_ if go_on else None)
 
     def _own_sizes(self) -> dict[str, Any]:
-        """What cannot change from one fit to the next that goes on from it."""
+        """Return parameters that cannot change from one fit to the next that goes on from it."""
         layers = {"hidden_layer_sizes": layer_sizes(self.hidden_layer_sizes), "activation": self.activation}
         always = {"rank": self.rank, "standardize": self.standardize, "module": self.module}
         return always | (layers if self.module is None else {})
@@ -242,22 +224,23 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         for name, now in self._own_sizes().items():
             before = self._sizes.get(name, now)
             if now != before:
+                # A module would fill pages of the message.
+                was, is_now = (
+                    f"another {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
+                    for value in (before, now)
+                )
                 raise ValueError(
-                    f"{name} was {_told(before)} when this estimator was first fitted, and is {_told(now)} now. What "
-                    "was learned cannot go on with it. Set it back, or fit anew with warm_start=False."
+                    f"{name} was {was} when this estimator was first fitted, and is {is_now} now. What was "
+                    "learned cannot go on with it. Set it back, or fit anew with warm_start=False."
                 )
 
-    def _keep(self, training: Training) -> None:
-        self.state_ = lean(training.state)
-        self._last_noise = training.noise
-
-    def _kept_noise(self) -> Noise | None:
-        noise: Noise | None = self._last_noise
-        return None if noise is None else noise.copy()
+    def _kept_noise(self) -> Any:
+        """Return a copy of the noise of the last fit; None for classes."""
+        return copy.copy(self._last_noise)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """What fails or is interrupted inside leaves the estimator as it was, so that it can be done again.
+        """Leave the estimator as it was if the block fails or is interrupted, so that it can be done again.
 
         A random source that was handed in, or is numpy's own, has moved on all the same: it is not ours to set back.
         """
@@ -273,13 +256,13 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
             raise
 
     def _forget(self) -> None:
-        """What an earlier fit left behind, so that the next one does not depend on it."""
+        """Remove what an earlier fit left behind, so that the next one does not depend on it."""
         for name in [name for name in vars(self) if name.endswith("_") or name in ("_source", "_predict_seed")]:
             if name not in ("n_features_in_", "feature_names_in_"):
                 delattr(self, name)
 
     def _generators(self) -> tuple[torch.Generator, torch.Generator]:
-        """Sources for the order of rows and for draws; later calls on a fitted estimator go on where these ended."""
+        """Return sources for the order of rows and for draws; on a fitted estimator they go on where these ended."""
         if not hasattr(self, "_source"):
             self._source = check_random_state(self.random_state)
             self._predict_seed = int(self._source.randint(2**31 - 1))
@@ -287,41 +270,30 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         first, second = torch.Generator(), torch.Generator(torch.device(self.device))
         return first.manual_seed(seeds[0]), second.manual_seed(seeds[1])
 
-    def _report(self) -> Callable[[str], None] | None:
-        if callable(self.verbose):
-            given: Callable[[str], None] = self.verbose
-            return given
-        return (lambda line: _write(f"[{type(self).__name__}] {line}\n")) if self.verbose else None
-
-    # ---- prediction ----
+    def _report(self) -> Callable[[str], object] | None:
+        if self.verbose and not callable(self.verbose):
+            return lambda line: sys.stderr.write(f"[{type(self).__name__}] {line}\n")
+        report: Callable[[str], object] | None = self.verbose or None
+        return report
 
     def _draws(self, X: Any) -> Iterator[Tensor]:
-        """Outputs at draws of the weights, (S, m, C) for chunks of rows; the same draws for every row and call."""
+        """Yield outputs at draws of the weights, (S, m, C) for chunks of rows; the same draws for every row."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=_FLOATS, reset=False)
         samples = checks.count("predict_samples", self.predict_samples)
-        yield from self._drawn(self._inputs(X), self.state_, samples)
+        yield from self._draws_at(self._inputs(X), self.state_, samples)
 
-    def _drawn(self, x: Tensor, state: slang.State, samples: int) -> Iterator[Tensor]:
+    def _draws_at(self, x: Tensor, state: slang.State, samples: int) -> Iterator[Tensor]:
         return drawn_in_chunks(self.module_, slang.posterior(state), x, samples, self._predict_seed)
 
     def _loss_on(self, held: Rows) -> Callable[[slang.State, Noise | None], float]:
-        """Mean −log predictive density of held-out rows."""
+        """Return a function for the mean −log predictive density of held-out rows."""
 
         def loss(state: slang.State, noise: Noise | None) -> float:
             values: list[Tensor] = []
-            for draws in self._drawn(held.x, state, self.predict_samples):
+            for draws in self._draws_at(held.x, state, self.predict_samples):
                 done = sum(map(len, values))
                 values.append(self._nll(draws, held.y[done : done + draws.shape[1]], noise).cpu())
             return float((held.weights * torch.cat(values)).sum() / held.weights.sum())
 
         return loss
-
-
-def _told(value: Any) -> str:
-    """In a message; a module would fill pages."""
-    return f"another {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
-
-
-def _write(line: str) -> None:
-    sys.stderr.write(line)

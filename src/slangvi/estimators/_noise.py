@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from slangvi.params import Params
+from slangvi.likelihoods import Likelihood
 from slangvi.schedules import by_equal_factors
 
 __all__ = ["Noise"]
@@ -23,7 +20,7 @@ _START = 0.1
 _WINDOW = 20
 
 
-class Noise:
+class Noise(Likelihood):
     r"""Gaussian noise around the outputs, with one variance for each target column.
 
     Learnt noise is a point estimate. For a fixed posterior the expected log-likelihood is largest at
@@ -57,35 +54,25 @@ class Noise:
 
     @classmethod
     def unknown(cls, spread: Tensor) -> Noise:
-        """Noise to be learnt for targets of that variance, (K,)."""
+        """Return noise to be learnt, for targets of that variance, (K,)."""
         return cls(_START * spread.where(spread > 0, 1.0), spread, learnt=True)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Of each row: ½ Σₖ (−log 2πσₖ² − (y − f)²/σₖ²), (..., M)."""
+        """Return ½ Σₖ (−log 2πσₖ² − (y − f)²/σₖ²) of each row, (..., M)."""
         constant = (2 * math.pi * self.variance).log()
         return -0.5 * (constant + (targets - outputs).square() / self.variance).sum(-1)
 
-    def of(self, module: nn.Module) -> Callable[[Params, tuple[Any, Tensor]], Tensor]:
-        """The log-likelihood of a module with this noise, as it is at the time of the call."""
-
-        def log_likelihood(params: Params, batch: tuple[Any, Tensor]) -> Tensor:
-            x, y = batch
-            return self.log_prob(torch.func.functional_call(module, dict(params), (x,)), y)
-
-        return log_likelihood
+    def predictive(self, outputs: Tensor) -> Tensor:
+        """Return the mean, which is the outputs."""
+        return outputs
 
     def squares(self, log_likelihood: float) -> Tensor:
-        """Mean squared residual of rows, read back from the mean of their log-likelihoods; for one column, (1,)."""
+        """Return the mean squared residual of rows with that mean log-likelihood, for one target column, (1,)."""
         variance = self.variance.cpu().double()  # not every device has doubles
         return variance * (-2.0 * log_likelihood - (2 * math.pi * variance).log())
 
     def follow(self, squares: Tensor, steps_per_epoch: int) -> None:
-        """Take over what a step saw.
-
-        Args:
-            squares: mean squared residuals of each column, (K,).
-            steps_per_epoch: sets how far the running mean looks back.
-        """
+        """Update learnt noise by a step's mean squared residuals of each column, (K,)."""
         if not self.learnt:
             return
         rate = 1.0 / max(_WINDOW, steps_per_epoch)
@@ -93,15 +80,7 @@ class Noise:
         self.variance = torch.minimum(torch.maximum(moved, _LEAST * self.spread), self.most)
 
     def fall(self, share: float) -> None:
-        """Given noise on its way: σ² = σ₀² (σ²/σ₀²)^share, with σ₀² a tenth of the targets' variance at least.
-
-        Args:
-            share: of the way, from 0 to 1.
-        """
+        """Set given noise to σ₀² (σ²/σ₀²)^share for a share from 0 to 1; σ₀² is a tenth of the variance at least."""
         if not self.learnt:
             first = torch.maximum(self.given, _START * self.spread)
             self.variance = by_equal_factors(first, self.given, share) if share < 1.0 else self.given
-
-    def copy(self) -> Noise:
-        """The same, which later steps do not change."""
-        return copy.copy(self)

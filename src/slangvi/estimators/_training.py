@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +14,14 @@ from torch import Tensor, nn
 from slangvi.divergence import Watch
 from slangvi.errors import NumericalError
 from slangvi.estimators._noise import Noise
-from slangvi.estimators._training_settings import ResolvedSettings, rows_per_step, steps_per_epoch
 from slangvi.estimators.data import order_of
 from slangvi.likelihoods import Categorical
 from slangvi.methods import slang
 from slangvi.params.values import per_parameter
-from slangvi.schedules import Cosine, Schedule, rate_at
+from slangvi.schedules import Cosine, Schedule, rate_at, slow_precision
 from slangvi.types import Transform
 
-__all__ = ["Patience", "Rows", "Training", "lean", "without_start"]
+__all__ = ["AutoRates", "Patience", "Rows", "Training", "resolve_options", "without_start"]
 
 # Share of a first fit for which learnt noise stays where it starts, and in which given noise falls to what it is.
 _HOLD, _FALL = 0.3, 0.6
@@ -28,14 +29,46 @@ _MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Examples, and what each counts for.
+class AutoRates:
+    """Values that "auto" stands for in a kind of estimator.
 
     Args:
-        x: (n, D).
-        y: (n,) labels or (n, K) targets.
-        weights: (n,), positive.
+        falling: α of `fit`, where rates fall.
+        curvature: κ of `slow_precision`, for targets of variance 1.
+        constant: α and β where the number of steps is not known, in `partial_fit` and with early stopping.
+        init_precision: d at the start, where the precision is not slow.
     """
+
+    falling: float
+    curvature: float
+    constant: tuple[float, float]
+    init_precision: float = 10.0
+
+
+def resolve_options(
+    options: dict[str, Any], auto: AutoRates, num_data: float, steps: int | None, spread: float = 1.0
+) -> dict[str, Any]:
+    """Return options of `slang.build` with rates and the start filled in where they are None.
+
+    The precision is slow where the number of steps is known, not None, and neither its rate nor its start is given.
+    The spread is the variance of the targets.
+    """
+    default = auto.constant[0] if steps is None else auto.falling
+    options = options | {"lr": default if options["lr"] is None else options["lr"]}
+    beta, start = options["precision_lr"], options["init_precision"]
+    if steps is not None and beta is None and start is None:
+        temperature = options["temperature"]
+        return options | slow_precision(num_data, steps, curvature=auto.curvature / spread, temperature=temperature)
+    return options | {
+        "precision_lr": auto.constant[1] if beta is None else beta,
+        "init_precision": auto.init_precision if start is None else start,
+        "precision_warmup": True,
+    }
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Examples x (n, D) with labels (n,) or targets (n, K), and what each counts for, (n,), positive."""
 
     x: Tensor
     y: Tensor
@@ -49,12 +82,9 @@ class Rows:
 
 @dataclass
 class Patience:
-    """Early stopping: validation losses, the best of them, and what was best.
+    """Early stopping: validation losses, the best of them, and the state and noise that had it.
 
-    Args:
-        loss: (state, noise) → validation loss.
-        tol: a loss must be less than the best by so much to count.
-        most: epochs without such a loss before training stops.
+    Training stops after `most` epochs without an improvement of the loss by `tol`.
     """
 
     loss: Callable[[slang.State, Noise | None], float]
@@ -67,40 +97,45 @@ class Patience:
         self.kept: tuple[slang.State, Noise | None] | None = None
         self._since = 0
 
-    def exhausted(self, state: slang.State, noise: Noise | None, counts: bool = True) -> bool:
-        """Look at the state after an epoch, and say whether to stop; one that does not count is only looked at."""
+    def exhausted(self, state: slang.State, noise: Noise | None, counts: bool) -> bool:
+        """Note the loss of a state, and return whether to stop; one that does not count is only noted."""
         self.losses.append(self.loss(state, noise))
         if not counts:
             return False
         self._since = 0 if self.losses[-1] < self.best - self.tol else self._since + 1
         if self.losses[-1] < self.best:
-            self.best, self.kept = self.losses[-1], (state, None if noise is None else noise.copy())
+            self.best, self.kept = self.losses[-1], (state, copy.copy(noise))
         return self._since >= self.most
 
 
 class Training:
-    """A module on its way.
+    """A network in training from a state, or from its own parameters, which are not changed.
 
     Args:
-        module: the network; its parameters are where training starts, and are not changed.
-        settings: how to train.
+        module: the network.
+        options: of `slang.build`.
+        size: rows per step.
         noise: of real targets; None for classes.
         state: to go on from; None starts anew.
     """
 
     def __init__(
-        self, module: nn.Module, settings: ResolvedSettings, noise: Noise | None, state: slang.State | None
+        self, module: nn.Module, options: dict[str, Any], size: int, noise: Noise | None, state: slang.State | None
     ) -> None:
-        self.module, self.settings, self.noise = module, settings, noise
-        self._watch = Watch("warn", f"Lower learning_rate_init (it is {settings.lr:g}), or give larger batches.")
+        self.module, self.options, self.size, self.noise = module, options, size, noise
+        self._watch = Watch("warn", f"Lower learning_rate_init (it is {options['lr']:g}), or give larger batches.")
         self._hold = self._fall = 0
-        self.state: slang.State = self._method(1, settings.lr, settings.precision_lr, 1.0).init(self._params())
-        # d and λ at the start of a slow precision.
-        self._start: tuple[Tensor, Tensor] | None = None
+        self._start: tuple[Tensor, Tensor] | None = None  # d and λ at the start of a slow precision
+        params = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+        self.state: slang.State = self._method(1).init(params)
         if state is not None:
             self.state = state
-        elif not settings.precision_warmup:
-            self._begin_slowly()
+        elif not options["precision_warmup"]:
+            # Below the prior's precision, its pull would overshoot until the precision has learnt of it.
+            diag = self.state.prec_diag
+            lam = per_parameter("prior_precision", options["prior_precision"], self.state.spec, diag)
+            self.state = replace(self.state, prec_diag=torch.maximum(diag, lam))
+            self._start = self.state.prec_diag, lam
 
     def run(
         self,
@@ -108,38 +143,39 @@ class Training:
         epochs: int,
         generators: tuple[torch.Generator, torch.Generator],
         falling: bool,
-        num_data: float | None = None,
-        patience: Patience | None = None,
-        report: Callable[[str], None] | None = None,
+        num_data: float,
+        patience: Patience | None,
+        report: Callable[[str], object] | None,
     ) -> list[float]:
         """Train, and return the mean negative log-likelihood of each epoch.
 
-        Args:
-            rows: to train on.
-            epochs: at most.
-            generators: of the order of rows, on the CPU, and of draws, on the device of the module.
-            falling: let the rates fall along a half cosine over all epochs; else they keep their start values.
-            num_data: N; None takes what the rows count for.
-            patience: early stopping.
-            report: called with a line for every epoch.
+        Rates fall along a half cosine over all epochs, or keep their start values. The generators are of the order of
+        rows, on the CPU, and of draws, on the device of the module. A report gets a line for every epoch.
         """
-        size, per_epoch = (count(len(rows.x), self.settings.batch_size) for count in (rows_per_step, steps_per_epoch))
-        alpha, beta = self._rates(per_epoch * epochs, falling)
+        count, size = len(rows.x), self.size
+        per_epoch = -(-count // size)  # the last step of an epoch may see rows again
+        steps, start = per_epoch * epochs, self.state.step
+        rates: dict[str, Schedule] = {name: self.options[name] for name in ("lr", "precision_lr")}
+        if falling:
+            rates = {name: Cosine(self.options[name], steps, start) for name in rates}
         # The methods take a whole N; a fraction goes where it is divided by.
-        temperature = self.settings.temperature * len(rows.x) / (rows.total if num_data is None else num_data)
-        method = self._method(len(rows.x), alpha, beta, temperature)
+        method = self._method(count, **rates, temperature=self.options["temperature"] * count / num_data)
         # Noise waits until a new network knows something; see `Noise`.
-        first = per_epoch * epochs if falling and self.state.step == 0 else 0
+        first = steps if falling and start == 0 else 0
         # The last step sees given noise as it is, however few there are.
         self._hold, self._fall = round(_HOLD * first), min(round(_FALL * first), max(first - 1, 0))
         cumulative, losses = rows.weights.double().cumsum(0).cpu(), []
         for epoch in range(1, epochs + 1):
             order = order_of(cumulative, per_epoch * size, generators[0]).to(rows.x.device)
             try:
-                losses.append(self._epoch(method, alpha, rows, order.split(size), generators[1]))
+                losses.append(self._epoch(method, rates["lr"], rows, order.split(size), generators[1]))
             except NumericalError as error:
-                raise NumericalError(_advice(epoch, self.settings, error)) from error
-            stop = patience is not None and patience.exhausted(self.state, self.noise, self._noise_is_own)
+                raise NumericalError(
+                    f"fit met NaN or Inf in epoch {epoch}: {error} The estimator is as it was before. Lower "
+                    f"learning_rate_init (it is {self.options['lr']:g}), raise prior_precision or init_precision, keep "
+                    "standardize=True, or give float64 data."
+                ) from error
+            stop = patience is not None and patience.exhausted(self.state, self.noise, self._noise_is_final())
             if report is not None:
                 held = "" if patience is None else f", validation nll {patience.losses[-1]:.4f}"
                 report(f"epoch {epoch} of {epochs}: nll {losses[-1]:.4f}{held}")
@@ -148,8 +184,8 @@ class Training:
         if patience is not None and patience.kept is not None:
             self.state, self.noise = patience.kept
         if self._start is not None:
-            betas = (rate_at("precision_lr", beta, step) for step in range(1, self.state.step + 1))
-            self.state = without_start(self.state, *self._start, math.prod(1.0 - rate for rate in betas))
+            betas = (rate_at("precision_lr", rates["precision_lr"], k) for k in range(1, self.state.step + 1))
+            self.state = without_start(self.state, *self._start, math.prod(1.0 - beta for beta in betas))
         if self.noise is not None:
             self.noise.fall(1.0)  # a fit may have ended on the way
         return losses
@@ -175,7 +211,7 @@ class Training:
     def _squares(
         self, noise: Noise, log_likelihood: float, batch: tuple[Tensor, Tensor], generator: torch.Generator
     ) -> Tensor:
-        """Mean squared residuals of a batch at draws of the weights, for each target column, (K,)."""
+        """Return mean squared residuals of a batch at draws of the weights, for each target column, (K,)."""
         if len(noise.variance) == 1:
             return noise.squares(log_likelihood)
         # A sum over columns does not tell them apart; one more draw, from the factors that the next step needs, does.
@@ -185,68 +221,29 @@ class Training:
             outputs: Tensor = torch.func.functional_call(self.module, draw, (batch[0],))
         return (batch[1] - outputs).square().mean(0)
 
-    @property
-    def _noise_is_own(self) -> bool:
-        """Whether the noise is learnt, or what was given: before that a loss says little of what it will be."""
+    def _noise_is_final(self) -> bool:
+        """Return whether the noise is learnt, or what was given; before that a loss says little of what it will be."""
         if self.noise is None:
             return True
         return self.state.step > (self._hold if self.noise.learnt else self._fall)
 
-    def _begin_slowly(self) -> None:
-        """At the prior's precision at least, or its pull overshoots until the precision has learnt of it."""
-        like = self.state.prec_diag
-        lam = per_parameter("prior_precision", self.settings.prior_precision, self.state.spec, like)
-        self.state = replace(self.state, prec_diag=torch.maximum(like, lam))
-        self._start = self.state.prec_diag, lam
-
-    def _rates(self, steps: int, falling: bool) -> tuple[Schedule, Schedule]:
-        alpha, beta, start = self.settings.lr, self.settings.precision_lr, self.state.step
-        return (Cosine(alpha, steps, start), Cosine(beta, steps, start)) if falling else (alpha, beta)
-
-    def _params(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
-
-    def _method(self, num_data: int, alpha: Schedule, beta: Schedule, temperature: float) -> Transform:
-        settings = self.settings
+    def _method(self, num_data: int, **changes: Any) -> Transform:
         return slang.build(
             (Categorical() if self.noise is None else self.noise).of(self.module),
             num_data=num_data,
-            rank=settings.rank,
-            lr=alpha,
-            precision_lr=beta,
-            precision_warmup=settings.precision_warmup,
-            prior_precision=settings.prior_precision,
-            init_precision=settings.init_precision,
             momentum=_MOMENTUM,
-            mc_samples=settings.mc_samples,
-            temperature=temperature,
             model=self.module,
-            on_divergence="ignore",  # seen by a watch with advice of its own
+            on_divergence="ignore",  # a watch with advice of its own looks for it
+            **(self.options | changes),
         )
 
 
-def _advice(epoch: int, settings: ResolvedSettings, error: NumericalError) -> str:
-    return (
-        f"fit met NaN or Inf in epoch {epoch}: {error} The estimator is as it was before. Lower learning_rate_init (it "
-        f"is {settings.lr:g}), raise prior_precision or init_precision, keep standardize=True, or give float64 data."
-    )
-
-
 def without_start(state: slang.State, start: Tensor, prior: Tensor, share: float) -> slang.State:
-    r"""What the precision is without what it started with, as in Adam's correction of averages that began at zero.
+    r"""Return the state without what its precision started with, as Adam corrects averages that began at zero.
 
     $$ (U U^\top + \mathrm{diag}\,d - \ell\,\mathrm{diag}\,d_0) / (1 - \ell) $$
 
-    Args:
-        state: after some steps.
-        start: d₀, (P,).
-        prior: λ, (P,), which the diagonal part is never below, but for rounding.
-        share: ℓ = Π (1 − βₜ), the weight that the start still has.
+    The start d₀ still has the share ℓ = Π (1 − βₜ). But for rounding, the diagonal part is never below the prior's λ.
     """
     diag = torch.maximum((state.prec_diag - share * start) / (1.0 - share), prior)
     return replace(state, prec_diag=diag, prec_factor=state.prec_factor / math.sqrt(1.0 - share))
-
-
-def lean(state: slang.State) -> slang.State:
-    """The state without what can be computed from it, to be kept and pickled."""
-    return replace(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._noise import Noise
 from slangvi.estimators._parameters import EstimatorParameters
-from slangvi.estimators._training import Rows
-from slangvi.estimators._training_settings import AutoRates
+from slangvi.estimators._training import AutoRates
 from slangvi.estimators.data import Array
 from slangvi.keywords import bind_settings, keywords_of
 
@@ -52,10 +51,11 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
     """
 
     _rates = AutoRates(falling=0.1, curvature=0.25, constant=(0.02, 0.02))
+    _y_checks: ClassVar = {"y_numeric": False}
 
     @keywords_of(EstimatorParameters)
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._store(bind_settings(type(self).__name__, EstimatorParameters, *args, **options))
+        self.__dict__.update(vars(bind_settings(type(self).__name__, EstimatorParameters, *args, **options)))
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SLANGClassifier:
         """Learn a posterior from rows X (n, D) and labels y (n,).
@@ -66,11 +66,11 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
             sample_weight: what each row counts for; a weight of 2 is the row given twice, 0 leaves it out.
         """
         with self._all_or_nothing():
-            self._fit(X, y, sample_weight, {"y_numeric": False})
+            self._fit(X, y, sample_weight)
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> SLANGClassifier:
-        """One pass over more rows, with constant rates.
+        """Pass once over more rows, with constant rates.
 
         Args:
             X: rows; the first ones given decide the scale of the inputs.
@@ -80,21 +80,21 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         """
         with self._all_or_nothing():
             _check_partial_fit_first_call(self, classes)
-            self._partial_fit(X, y, sample_weight, {"y_numeric": False})
+            self._fit(X, y, sample_weight, one_pass=True)
         return self
 
     def predict_proba(self, X: Any) -> Array:
-        """Probability of each class averaged over the posterior, (n, C)."""
+        """Return the probability of each class averaged over the posterior, (n, C)."""
         return np.concatenate([draws.softmax(-1).mean(0).cpu().numpy() for draws in self._draws(X)])
 
     def predict_log_proba(self, X: Any) -> Array:
-        """Logarithm of `predict_proba`, taken before anything is rounded to zero, (n, C)."""
+        """Return the logarithm of `predict_proba`, taken before anything is rounded to zero, (n, C)."""
         logs = (draws.log_softmax(-1).logsumexp(0) - math.log(len(draws)) for draws in self._draws(X))
         return np.concatenate([chunk.cpu().numpy() for chunk in logs])
 
     def predict(self, X: Any) -> Any:
-        """The most probable class of every row, (n,)."""
-        probs = self.predict_proba(X)
+        """Return the most probable class of every row, (n,)."""
+        probs = self.predict_proba(X)  # checks that the estimator is fitted
         return self.classes_[probs.argmax(1)]
 
     def _targets(self, y: Array, weights: Array, first: bool) -> Array:
@@ -108,17 +108,11 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
                 f"y holds {unknown[:5].tolist()}, which are not among the classes {self.classes_[:20].tolist()} this "
                 "estimator began with. Give all classes to the first partial_fit, or fit anew with warm_start=False."
             )
-        places: Array = np.searchsorted(self.classes_, y)
-        return places
+        labels: Array = np.searchsorted(self.classes_, y)
+        return labels
 
     def _num_outputs(self) -> int:
         return len(self.classes_)
-
-    def _labels(self, rows: Rows) -> Tensor | None:
-        return rows.y.cpu()
-
-    def _noise(self, rows: Rows) -> Noise | None:
-        return None
 
     def _nll(self, draws: Tensor, y: Tensor, noise: Noise | None) -> Tensor:
         logs = draws.log_softmax(-1).gather(-1, y.expand(len(draws), -1).unsqueeze(-1)).squeeze(-1)

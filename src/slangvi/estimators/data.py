@@ -14,26 +14,21 @@ __all__ = ["Array", "Scale", "held_out", "is_rounding", "moments", "order_of"]
 
 Array = NDArray[Any]
 
-# Values whose standard deviation is at most so many steps between neighbouring floating-point numbers are all alike.
-_STEPS = 2.0
-
 
 def is_rounding(spread: Any, mean: Any) -> Any:
-    """Whether values with that standard deviation around that mean differ by rounding alone.
+    """Return whether values with that standard deviation around that mean differ by rounding alone.
 
     Example:
         >>> is_rounding(np.array([2.8e-17, 3e5]), np.array([0.3, 1.7e18]))
         array([ True, False])
     """
-    return spread <= _STEPS * np.spacing(np.abs(mean))
+    return spread <= 2.0 * np.spacing(np.abs(mean))  # steps between neighbouring floating-point numbers
 
 
 def moments(values: Array, weights: Array) -> tuple[Array, Array]:
-    """Weighted mean and standard deviation of columns, as of repeated rows; 0 where they differ by rounding alone.
+    """Return mean and standard deviation of columns (n, D), weights (n,) counting as repetitions.
 
-    Args:
-        values: (n, D).
-        weights: (n,).
+    Where values differ by rounding alone the standard deviation is 0.
     """
     share = weights / weights.sum()
     constant = (values == values[0]).all(0)
@@ -50,44 +45,35 @@ def moments(values: Array, weights: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Scale:
-    """Mean and standard deviation of every column.
-
-    Args:
-        mean: (D,).
-        scale: (D,), 1 where a column is constant up to rounding.
-    """
+    """Mean and standard deviation of every column, (D,) each; 1 where a column is constant up to rounding."""
 
     mean: Array
     scale: Array
 
     @classmethod
     def of(cls, values: Array, weights: Array) -> Scale:
-        """Weighted moments, equal to those of repeated rows; a column constant up to rounding keeps its scale."""
+        """Return the scale of columns (n, D) with weights (n,)."""
         mean, spread = moments(values, weights)
         return cls(mean, np.where(spread == 0, 1.0, spread).astype(values.dtype))
 
     @classmethod
     def none(cls, columns: int) -> Scale:
-        """Leaves values as they are."""
+        """Return the scale that leaves values as they are."""
         return cls(np.zeros(columns), np.ones(columns))
 
     def apply(self, values: Array) -> Array:
-        """(values − mean) / scale."""
+        """Return (values − mean) / scale."""
         offsets: Array = values - self.mean
         offsets /= self.scale  # in place: tables may be large
         return offsets
 
 
 def order_of(cumulative: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    r"""Rows for one pass over the data, each as often as its weight says, in random order.
+    r"""Return K row numbers for one pass over the data, each as often as its weight says, in random order.
 
     Row i comes ⌊K wᵢ/W⌋ or one more time among K, and K wᵢ/W times on average (systematic sampling). With equal
-    weights and K = n that is a permutation; with whole weights and K = W, the rows repeated.
-
-    Args:
-        cumulative: w₁, w₁ + w₂, …, W, (n,).
-        count: K.
-        generator: source of randomness.
+    weights and K = n that is a permutation; with whole weights and K = W, the rows repeated. `cumulative` is
+    w₁, w₁ + w₂, …, W, (n,).
 
     Example:
         >>> order_of(torch.tensor([1.0, 2.0, 6.0]), 6, torch.Generator().manual_seed(0)).sort().values
@@ -100,13 +86,9 @@ def order_of(cumulative: Tensor, count: int, generator: torch.Generator) -> Tens
 
 
 def held_out(rows: int, count: int, labels: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Places of so many rows at random; of every class its share, and never all of it if others can be taken.
+    """Return the numbers of `count` rows to hold out; of every class its share, and not all of it if avoidable.
 
-    Args:
-        rows: n.
-        count: of places, less than n; fewer are returned where classes would be lost.
-        labels: whole numbers from 0, (n,); None for rows without classes.
-        generator: source of randomness.
+    Fewer than `count` are returned where classes would be lost. Labels are whole numbers from 0, (n,).
 
     Example:
         >>> labels = torch.tensor([0] * 8 + [1] * 4 + [2])

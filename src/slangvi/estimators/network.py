@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def layer_sizes(value: Any) -> tuple[int, ...]:
-    """Hidden layers as a tuple of widths; one number is one layer, and none is a linear model."""
+    """Return hidden layers as a tuple of widths; one number is one layer, and none is a linear model."""
     if isinstance(value, Integral):
         value = (value,)
     if isinstance(value, np.ndarray) and value.ndim == 1:
@@ -43,7 +43,7 @@ def layer_sizes(value: Any) -> tuple[int, ...]:
 
 
 def num_weights(sizes: Sequence[int]) -> int:
-    """P of linear layers between so many units, biases included.
+    """Return P, the number of weights and biases of linear layers between units.
 
     Example:
         >>> num_weights([3, 50, 1])
@@ -52,25 +52,9 @@ def num_weights(sizes: Sequence[int]) -> int:
     return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(sizes))
 
 
-def mlp(
-    num_features: int,
-    hidden: Sequence[int],
-    num_outputs: int,
-    activation: str,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> nn.Sequential:
-    """Linear layers with an activation between them; weights and biases uniform in ±1/√fan_in, as torch has them.
-
-    Args:
-        num_features: of the inputs.
-        hidden: widths of the hidden layers.
-        num_outputs: C.
-        activation: a key of `ACTIVATIONS`.
-        dtype: of the parameters.
-        generator: source of the initial values; the global one is not touched.
-    """
-    sizes, layers = [num_features, *hidden, num_outputs], []
+def mlp(sizes: Sequence[int], activation: str, dtype: torch.dtype, generator: torch.Generator) -> nn.Sequential:
+    """Make linear layers with an activation between them; weights and biases uniform in ±1/√fan_in, as in torch."""
+    layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(sizes):
         # Made without values first: nn.Linear would fill them from the global source.
         layer = nn.Linear(fan_in, fan_out, dtype=dtype, device="meta").to_empty(device="cpu")
@@ -83,13 +67,9 @@ def mlp(
 
 
 def made_module(given: Any, num_features: int, num_outputs: int, generator: torch.Generator) -> nn.Module:
-    """A copy of the user's module, or what the user's function makes.
+    """Return a copy of the user's module, or what the user's function (num_features, num_outputs) → module makes.
 
-    Args:
-        given: a module, or (num_features, num_outputs) → module.
-        num_features: of the inputs.
-        num_outputs: C.
-        generator: a function draws its initial values from the global source, seeded from here and put back after.
+    A function draws its initial values from the global source, which is seeded from `generator` and set back after.
     """
     if isinstance(given, nn.Module):
         return copy.deepcopy(given)
@@ -108,12 +88,7 @@ def made_module(given: Any, num_features: int, num_outputs: int, generator: torc
 
 @contextmanager
 def seeded(generator: torch.Generator, device: str | torch.device) -> Iterator[None]:
-    """What a module draws by itself inside the block, as dropout does, depends on `generator`; no global source moves.
-
-    Args:
-        generator: whose seed counts; nothing is drawn from it.
-        device: where the module is.
-    """
+    """Seed what a module draws by itself in the block, as dropout does, by a generator; no global source moves."""
     place, seed = torch.device(device), 2**31 + generator.initial_seed()  # no other source has a seed this large
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
@@ -124,12 +99,12 @@ def seeded(generator: torch.Generator, device: str | torch.device) -> Iterator[N
 
 
 def input_dtype(module: nn.Module) -> torch.dtype:
-    """What inputs are converted to: the dtype of the module's first floating-point parameter."""
+    """Return the dtype of inputs: that of the module's first floating-point parameter."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
 def check_outputs(outputs: Tensor, rows: int, num_outputs: int) -> None:
-    """Refuse a module whose outputs are not (rows, C)."""
+    """Raise a `ValueError` unless outputs are (rows, C)."""
     if not isinstance(outputs, Tensor) or outputs.shape != (rows, num_outputs):
         shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ from slangvi.errors import user_stacklevel
 from slangvi.estimators._base import BaseSLANG
 from slangvi.estimators._noise import Noise
 from slangvi.estimators._parameters import RegressorParameters
-from slangvi.estimators._training import Rows
-from slangvi.estimators._training_settings import AutoRates
+from slangvi.estimators._training import AutoRates, Rows
 from slangvi.estimators.data import Array, Scale, is_rounding, moments
 from slangvi.keywords import bind_settings, keywords_of
 
@@ -47,10 +46,11 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
     """
 
     _rates = AutoRates(falling=0.1, curvature=1.0, constant=(0.1, 0.05))
+    _y_checks: ClassVar = {"multi_output": True, "y_numeric": True}
 
     @keywords_of(RegressorParameters)
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._store(bind_settings(type(self).__name__, RegressorParameters, *args, **options))
+        self.__dict__.update(vars(bind_settings(type(self).__name__, RegressorParameters, *args, **options)))
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -66,11 +66,11 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
             sample_weight: what each row counts for; a weight of 2 is the row given twice, 0 leaves it out.
         """
         with self._all_or_nothing():
-            self._fit(X, y, sample_weight, {"multi_output": True, "y_numeric": True})
+            self._fit(X, y, sample_weight)
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SLANGRegressor:
-        """One pass over more rows, with constant rates; the first rows given decide the scales, so give some dozen.
+        """Pass once over more rows, with constant rates; the first rows given decide the scales, so give some dozen.
 
         Args:
             X: rows.
@@ -79,53 +79,39 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         """
         with self._all_or_nothing():
             first = not hasattr(self, "state_")
-            self._partial_fit(X, y, sample_weight, {"multi_output": True, "y_numeric": True})
-            if first and self.standardize:
-                self._warn_of_made_up_scales(len(y))
+            self._fit(X, y, sample_weight, one_pass=True)
+            if first and self.standardize and bool(self._kept_noise().most.isinf().any()):
+                warnings.warn(
+                    f"y does not vary among the {len(y)} rows of the first partial_fit, so the scale of the targets is "
+                    "not known, and taken to be 1 from now on. Give some dozen rows with different targets first, or "
+                    "scale X and y yourself and set standardize=False.",
+                    UserWarning,
+                    stacklevel=user_stacklevel(),
+                )
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Mean of the targets, and the standard deviation of a new one, noise included.
+        """Return the mean of the targets, of shape (n,) or (n, K) as y had it.
 
         Args:
             X: rows, (n, D).
-            return_std: return the standard deviation too.
-
-        Returns:
-            The mean, or mean and standard deviation, each of shape (n,), or (n, K) as y had it.
+            return_std: return the standard deviation of a new target too, noise included.
         """
         chunks = [(draws.mean(0), draws.var(0, correction=min(1, len(draws) - 1))) for draws in self._draws(X)]
-        scale, mean = self.target_scale_, torch.cat([chunk[0] for chunk in chunks]).cpu().numpy()
-        mean = self._shaped(mean * scale.scale + scale.mean)
+        means, variances = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        scale, columns = self.target_scale_, 0 if self._one_column else slice(None)
+        mean = (means.cpu().numpy() * scale.scale + scale.mean)[:, columns]
         if not return_std:
             return mean
-        noise = self._kept_noise()
-        assert noise is not None
-        variance = torch.cat([chunk[1] for chunk in chunks]) + noise.variance
-        return mean, self._shaped(variance.sqrt().cpu().numpy() * scale.scale)
+        std = (variances + self._kept_noise().variance).sqrt()
+        return mean, (std.cpu().numpy() * scale.scale)[:, columns]
 
     @property
     def noise_std_(self) -> Any:
         """Standard deviation of the noise on the scale of y."""
         check_is_fitted(self)
-        noise = self._kept_noise()
-        assert noise is not None
-        std = noise.variance.sqrt().cpu().numpy() * self.target_scale_.scale
+        std = self._kept_noise().variance.sqrt().cpu().numpy() * self.target_scale_.scale
         return float(std[0]) if self._one_column else std
-
-    def _warn_of_made_up_scales(self, rows: int) -> None:
-        noise = self._kept_noise()
-        if noise is not None and bool(noise.most.isinf().any()):
-            warnings.warn(
-                f"y does not vary among the {rows} rows of the first partial_fit, so the scale of the targets is not "
-                "known, and taken to be 1 from now on. Give some dozen rows with different targets first, or scale X "
-                "and y yourself and set standardize=False.",
-                UserWarning,
-                stacklevel=user_stacklevel(),
-            )
-
-    def _shaped(self, values: Array) -> Array:
-        return values[:, 0] if self._one_column else values
 
     def _targets(self, y: Array, weights: Array, first: bool) -> Array:
         columns = np.asarray(y, dtype=np.float64).reshape(len(y), -1)
@@ -143,33 +129,26 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
     def _num_outputs(self) -> int:
         return len(self.target_scale_.mean)
 
-    def _labels(self, rows: Rows) -> Tensor | None:
-        return None
-
     def _own_sizes(self) -> dict[str, Any]:
         return super()._own_sizes() | {"noise": self._wanted_noise()}
 
     def _wanted_noise(self) -> float | str:
-        """A standard deviation, or "learn"."""
+        """Return the parameter `noise`, checked: a standard deviation or "learn"."""
         if isinstance(self.noise, str) and self.noise == "learn":
             return "learn"
         hint = 'It is a standard deviation on the scale of y, or "learn".'
         return checks.number("noise", self.noise, 0.0, hint=hint)
 
     def _noise(self, rows: Rows) -> Noise | None:
-        spread, wanted = self._spread(rows), self._wanted_noise()
+        # Rows are weighted here as in the scale, so that standardised targets have variance 1.
+        _, deviation = moments(rows.y.cpu().numpy(), rows.weights.numpy())
+        # A deviation that was rounding before it was scaled is rounding.
+        alike = is_rounding(deviation * self.target_scale_.scale, self.target_scale_.mean)
+        spread, wanted = torch.from_numpy(np.where(alike, 0.0, deviation) ** 2).to(rows.y), self._wanted_noise()
         if isinstance(wanted, str):
             return Noise.unknown(spread)
         scale = torch.from_numpy(self.target_scale_.scale).to(rows.y)
         return Noise((wanted / scale).square(), spread)
-
-    def _spread(self, rows: Rows) -> Tensor:
-        """Variance of the targets as they are trained on, 0 where they were all alike, (K,)."""
-        # Rows are weighted here as in the scale, so that standardised targets have variance 1.
-        _, deviation = moments(rows.y.cpu().numpy(), rows.weights.numpy())
-        # What was rounding before it was scaled is rounding.
-        alike = is_rounding(deviation * self.target_scale_.scale, self.target_scale_.mean)
-        return torch.from_numpy(np.where(alike, 0.0, deviation) ** 2).to(rows.y)
 
     def _nll(self, draws: Tensor, y: Tensor, noise: Noise | None) -> Tensor:
         assert noise is not None

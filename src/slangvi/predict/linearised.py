@@ -7,26 +7,29 @@ $$ f(x, \theta) \approx f(x, \mu) + J(x)(\theta - \mu), \qquad
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from slangvi import checks
 from slangvi.distributions import Posterior
 from slangvi.errors import NumericalError
 from slangvi.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, check_several, likelihood_named
 from slangvi.linalg.noise import standard_normal
+from slangvi.params import ParamSpec
 from slangvi.params.spec import uncompiled
-from slangvi.predict._jacobians import Jacobians
-from slangvi.predict.samples import check_given, evaluating, spec_of
+from slangvi.predict.samples import call, check_given, evaluating, spec_of
 from slangvi.rows.dense import batch_size, slice_batch
 
 __all__ = ["LinearisedPredictive", "linearised_predictive", "probit_softmax"]
 
-# Bytes of a chunk of Jacobians when nothing is said.
-_CHUNK_BYTES = 1 << 28
+_DEFAULT_MEMORY_LIMIT = 1 << 28
+# A Jacobian exists so many times at the worst moment: while it is whitened.
+_COPIES = 4
 # Shares of the largest variance added to a covariance until it has a Cholesky factor.
 _JITTERS = (0.0, 1e-12, 1e-9, 1e-6, 1e-4)
 
@@ -54,12 +57,12 @@ class LinearisedPredictive:
 
     @property
     def variance(self) -> Tensor:
-        """The same with the noise: that of a target, (n, ...)."""
+        """Variance of every target, noise included, (n, ...)."""
         return self.epistemic_variance + self.noise_variance
 
     @property
     def stddev(self) -> Tensor:
-        """Root of the variance, (n, ...)."""
+        """Standard deviation of every target, noise included, (n, ...)."""
         return self.variance.sqrt()
 
 
@@ -74,7 +77,7 @@ def linearised_predictive(
     memory_limit: int | None = None,
     generator: torch.Generator | None = None,
 ) -> LinearisedPredictive:
-    r"""The predictive of the model linearised around the mean weights; exact for models linear in their weights.
+    r"""Predict with the model linearised around the mean weights; exact for models linear in their weights.
 
     $$ \Sigma_f = J\,(UU^\top + \mathrm{diag}\,d)^{-1} J^\top = W W^\top, \qquad W = J A \;(C \times P) $$
 
@@ -115,18 +118,29 @@ def linearised_predictive(
     check_given(model, posterior)
     checks.choice("link", link, ("probit", "mc"))
     draws = checks.count("n_samples", n_samples)
-    limit = _CHUNK_BYTES if memory_limit is None else checks.count("memory_limit", memory_limit)
+    limit = _DEFAULT_MEMORY_LIMIT if memory_limit is None else checks.count("memory_limit", memory_limit)
     model, rows = uncompiled(model), batch_size(x)
     spec = spec_of(model, posterior)
-    loc, precision = _gaussian(posterior)
+    precision, loc = getattr(posterior, "precision", None), getattr(posterior, "loc", None)
+    if loc is None or not hasattr(precision, "whiten"):
+        raise TypeError(
+            "posterior must be a Gaussian with a factorised precision (LowRankPrecisionNormal, DensePrecisionNormal), "
+            f"got {type(posterior).__name__}. Use predictive_samples for any other."
+        )
+    loc = loc.detach()
     with torch.no_grad(), evaluating(model):
-        jacobians = Jacobians(model, spec, loc, slice_batch(x, 0, 1))
+        jacobians = _Jacobians(model, spec, loc, slice_batch(x, 0, 1))
         size, step = jacobians.num_outputs, jacobians.rows_within(limit)
         means, covariances = loc.new_empty(rows, size), loc.new_empty(rows, size, size)
         for start in range(0, rows, step):
-            piece = slice(start, min(start + step, rows))
-            means[piece], covariances[piece] = _moments(jacobians, precision, slice_batch(x, start, piece.stop))
-        _require_finite(means, covariances)
+            chunk = slice(start, min(start + step, rows))
+            means[chunk], covariances[chunk] = _moments(jacobians, precision, slice_batch(x, start, chunk.stop))
+        bad = ~(torch.isfinite(means).all(-1) & torch.isfinite(covariances).flatten(1).all(-1))
+        if bool(bad.any()):
+            raise NumericalError(
+                f"the linearised prediction is not finite for {int(bad.sum())} of {rows} rows, the first is row "
+                f"{int(bad.nonzero()[0])}. Look for NaN, Inf or huge values in the inputs, or use float64."
+            )
         noise = 1.0 / kind.noise_precision if isinstance(kind, Gaussian) else 0.0
         shape = (rows, *jacobians.output_shape)
         probs = _probabilities(kind, link, means, covariances, shape, draws, generator)
@@ -134,7 +148,7 @@ def linearised_predictive(
 
 
 def probit_softmax(mean: Tensor, covariance: Tensor) -> Tensor:
-    r"""Expected softmax of Gaussian logits, approximately.
+    r"""Return the expected softmax of Gaussian logits, approximately, as probabilities (..., C) that sum to one.
 
     $$ p_c \propto \Bigl[\,1 + \sum_{j \ne c} \exp\bigl(-\kappa_{cj}\,(m_c - m_j)\bigr)\Bigr]^{-1}, \qquad
        \kappa_{cj} = \bigl(1 + \tfrac\pi8 v_{cj}\bigr)^{-1/2}, \quad
@@ -150,9 +164,6 @@ def probit_softmax(mean: Tensor, covariance: Tensor) -> Tensor:
         mean: m, (..., C).
         covariance: Σ, (..., C, C).
 
-    Returns:
-        Probabilities that sum to one, (..., C).
-
     Example:
         >>> probit_softmax(torch.tensor([2.0, 0.0]), torch.tensor([[9.0, 0.0], [0.0, 0.0]]))
         tensor([0.7189, 0.2811])
@@ -164,22 +175,11 @@ def probit_softmax(mean: Tensor, covariance: Tensor) -> Tensor:
     return scores.softmax(-1)
 
 
-def _moments(jacobians: Jacobians, precision: Any, x: Any) -> tuple[Tensor, Tensor]:
-    """Mean (m, C) and covariance (m, C, C) of the outputs of m rows; nothing larger outlives the call."""
+def _moments(jacobians: _Jacobians, precision: Any, x: Any) -> tuple[Tensor, Tensor]:
+    """Return mean (m, C) and covariance (m, C, C) of the outputs of m rows; nothing larger outlives the call."""
     means, jacobian = jacobians(x)
     white = precision.whiten(jacobian.flatten(0, 1)).unflatten(0, jacobian.shape[:2])
     return means, white @ white.mT
-
-
-def _gaussian(posterior: Any) -> tuple[Tensor, Any]:
-    """Mean and factorised precision of a Gaussian posterior."""
-    precision = getattr(posterior, "precision", None)
-    if not hasattr(precision, "whiten"):
-        raise TypeError(
-            "posterior must be a Gaussian with a factorised precision (LowRankPrecisionNormal, DensePrecisionNormal), "
-            f"got {type(posterior).__name__}. Use predictive_samples for any other."
-        )
-    return posterior.loc.detach(), precision
 
 
 def _probabilities(
@@ -191,7 +191,7 @@ def _probabilities(
     draws: int,
     generator: torch.Generator | None,
 ) -> Tensor | None:
-    """What the likelihood makes of Gaussian outputs, (n, ...)."""
+    """Return class probabilities for Gaussian outputs, (n, ...); None for real targets."""
     if isinstance(kind, Gaussian):
         return None
     if isinstance(kind, Bernoulli):
@@ -205,30 +205,18 @@ def _probabilities(
             )
         check_several(shape)
         return probit_softmax(mean, covariance)
-    return _by_draws(kind, mean, covariance, shape, draws, generator)
-
-
-def _by_draws(
-    kind: Likelihood,
-    mean: Tensor,
-    covariance: Tensor,
-    shape: tuple[int, ...],
-    draws: int,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """The link averaged over draws of the outputs; the same noise for every row, whatever their order."""
     # In half precision torch has no Cholesky factors, and a sum of many draws would stand still.
     wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
     root = _cholesky(covariance.to(wide.dtype))
     total = wide.new_zeros(())
     for _ in range(draws):
-        noise = standard_normal(wide.shape[1:], wide, generator)
+        noise = standard_normal(wide.shape[1:], wide, generator)  # the same for every row, whatever their order
         total = total + kind.predictive((wide + root @ noise).reshape(shape))
     return (total / draws).to(mean.dtype)
 
 
 def _cholesky(covariance: Tensor) -> Tensor:
-    """Lower factor of covariances that may be singular: logits that always move together."""
+    """Return the lower factor of covariances that may be singular, as where logits always move together."""
     scale = covariance.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     tiny = torch.finfo(covariance.dtype).tiny
@@ -240,10 +228,88 @@ def _cholesky(covariance: Tensor) -> Tensor:
     return factor
 
 
-def _require_finite(means: Tensor, covariances: Tensor) -> None:
-    bad = ~(torch.isfinite(means).all(-1) & torch.isfinite(covariances).flatten(1).all(-1))
-    if bool(bad.any()):
-        raise NumericalError(
-            f"the linearised prediction is not finite for {int(bad.sum())} of {len(bad)} rows, the first is row "
-            f"{int(bad.nonzero()[0])}. Look for NaN, Inf or huge values in the inputs, or use float64."
-        )
+class _Jacobians:
+    """Jacobians of a model's outputs at weights (P,) for chunks of rows; `first` is a row to find shapes with."""
+
+    def __init__(self, model: nn.Module, spec: ParamSpec, loc: Tensor, first: Any) -> None:
+        self.model, self.spec = model, spec
+        self._dtypes = {name: value.dtype for name, value in model.named_parameters()}
+        self._params = {name: value.contiguous() for name, value in spec.unflatten(loc).items()}
+        self._loc = loc
+        self._vmap = True
+        self.output_shape, self._saved = self._probe(first)
+        self.num_outputs = math.prod(self.output_shape)
+
+    def rows_within(self, memory_limit: int) -> int:
+        """Return how many rows fit a number of bytes, at least one: Jacobians, and what backward keeps for outputs."""
+        jacobian = _COPIES * self.num_outputs * self.spec.num_params * self._loc.element_size()
+        return max(1, memory_limit // max(1, jacobian + (1 + self.num_outputs) * self._saved))
+
+    def __call__(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Return outputs (m, C) and Jacobians (m, C, P) of m rows, in the dtype of the weights."""
+        if self._vmap:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # vmap speaks of slow batching rules
+                    return self._all_at_once(x)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # vmap cannot follow this model; row by row says what is wrong, if anything
+                self._vmap = False
+        return self._row_by_row(x)
+
+    def _all_at_once(self, x: Any) -> tuple[Tensor, Tensor]:
+        def outputs(params: dict[str, Tensor], row: Any) -> tuple[Tensor, Tensor]:
+            single = tree_map(lambda v: v.unsqueeze(0) if isinstance(v, Tensor) else v, row)
+            flat = self._outputs(params, single).reshape(-1)
+            return flat, flat
+
+        in_dims = tree_map(lambda v: 0 if isinstance(v, Tensor) else None, x)
+        both = torch.func.vmap(torch.func.jacrev(outputs, has_aux=True), in_dims=(None, in_dims))
+        pieces, means = both(self._params, x)
+        whole = self._loc.new_empty(len(means), self.num_outputs, self.spec.num_params)
+        for name, place in self.spec.slices.items():
+            whole[..., place] = pieces.pop(name).reshape(len(means), self.num_outputs, -1)
+        return means, whole
+
+    def _row_by_row(self, x: Any) -> tuple[Tensor, Tensor]:
+        rows = batch_size(x)
+        means = self._loc.new_empty(rows, self.num_outputs)
+        whole = self._loc.new_zeros(rows, self.num_outputs, self.spec.num_params)
+        for row in range(rows):
+            params = {name: value.detach().requires_grad_() for name, value in self._params.items()}
+            with torch.enable_grad():
+                flat = self._outputs(params, slice_batch(x, row, row + 1)).reshape(-1)
+                for c, output in enumerate(flat):
+                    grads = torch.autograd.grad(output, list(params.values()), retain_graph=True, allow_unused=True)
+                    for place, grad in zip(self.spec.slices.values(), grads, strict=True):
+                        if grad is not None:
+                            whole[row, c, place] = grad.flatten()
+            means[row] = flat.detach()
+        return means, whole
+
+    def _outputs(self, params: dict[str, Tensor], x: Any) -> Tensor:
+        """Return the outputs of one row, (1, ...), in the dtype of the weights."""
+        cast = {name: value.to(self._dtypes[name]) for name, value in params.items()}
+        outputs = call(self.model, cast, x)
+        if outputs.ndim == 0 or outputs.shape[0] != 1:
+            raise ValueError(f"the model must return one row per input row, (1, ...), got {tuple(outputs.shape)}.")
+        return outputs.to(self._loc.dtype)
+
+    def _probe(self, first: Any) -> tuple[tuple[int, ...], int]:
+        """Return the shape of one row's outputs, and the bytes that backward would keep for it beside the weights."""
+        params = {name: value.detach().requires_grad_() for name, value in self._params.items()}
+        known = {value.untyped_storage()._cdata for value in (*params.values(), *self.model.parameters())}
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                kept[storage._cdata] = tensor.nbytes
+            return tensor
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs = self._outputs(params, first)
+        if outputs.numel() == 0:
+            raise ValueError(f"the model must return at least one number per row, got {tuple(outputs.shape)}.")
+        return tuple(outputs.shape[1:]), sum(kept.values())

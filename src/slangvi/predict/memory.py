@@ -1,4 +1,4 @@
-"""Memory that a prediction will take, told before any of it is spent."""
+"""The memory that a prediction will take, found before any of it is spent."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["PredictionPlan", "estimate_prediction_memory"]
 
 @dataclass(frozen=True)
 class PredictionPlan:
-    """Bytes alive at the moment of a prediction when most are. Build it with `estimate_prediction_memory`; print it.
+    """The bytes alive at the peak of a prediction. Build it with `estimate_prediction_memory`; print it.
 
     Args:
         given: the model, the posterior and the inputs, which are there before.
-        result: what is handed back.
+        result: of the prediction.
         working: all else at the peak: a draw of the weights, a chunk's activations, its Jacobians.
         guesses: how often the model asked for a value (`item()`, `if tensor:`) that had to be made up.
     """
@@ -40,14 +40,14 @@ class PredictionPlan:
         return self.given + self.result + self.working
 
     def __str__(self) -> str:
-        lines = [
+        text = (
             f"The prediction takes {human(self.peak)} at its peak: {human(self.given)} for model, posterior and "
             f"inputs, {human(self.result)} for the result, {human(self.working)} in between (changed by batch_size "
             "or memory_limit)."
-        ]
+        )
         if self.guesses:
-            lines += [f"The model asked for values {self.guesses} times; another path through it may take more."]
-        return "\n".join(lines)
+            text += f"\nThe model asked for values {self.guesses} times; another path through it may take more."
+        return text
 
 
 def estimate_prediction_memory(
@@ -64,9 +64,6 @@ def estimate_prediction_memory(
         posterior: likewise.
         x: likewise.
         options: all else that is given to `predict`; a generator is not needed and is left out.
-
-    Returns:
-        A plan; `print` shows it in words.
 
     Example:
         >>> import slangvi

@@ -1,22 +1,34 @@
-"""The model evaluated at draws of its weights."""
+"""The model evaluated at draws of its weights, all rows at once or in chunks that memory holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from slangvi import checks
 from slangvi.distributions import Posterior
 from slangvi.likelihoods import Likelihood, likelihood_named
 from slangvi.params import ParamSpec
 from slangvi.params.spec import uncompiled
-from slangvi.rows.dense import batch_size, slice_batch
+from slangvi.rows import dense
 
-__all__ = ["call", "check_given", "evaluating", "functional_samples", "predictive_samples", "spec_of"]
+__all__ = [
+    "call",
+    "check_given",
+    "drawn_in_chunks",
+    "evaluating",
+    "functional_samples",
+    "predictive_samples",
+    "spec_of",
+]
+
+# Numbers that the outputs of all draws may be for one chunk of rows, and that one layer may make of the rows in it.
+_CHUNK = 1 << 22
 
 
 def functional_samples(
@@ -28,11 +40,11 @@ def functional_samples(
     batch_size: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Outputs f(x, θ_s) before the link, for draws θ_s of the weights.
+    """Return outputs f(x, θ_s) before the link, (S, n, ...), for draws θ_s of the weights.
 
     Weights are drawn one at a time and rows pass through the model `batch_size` at a time, so memory is one set of
-    weights plus one chunk's activations plus the result, and the result does not depend on `batch_size`. The model
-    runs in eval mode; its weights, mode and gradients are left as they were.
+    weights plus one chunk's activations plus the result, which is on the model's device and does not depend on
+    `batch_size`. The model runs in eval mode; its weights, mode and gradients are left as they were.
 
     Args:
         model: the module the posterior belongs to.
@@ -42,9 +54,6 @@ def functional_samples(
         batch_size: rows at a time; None takes all.
         generator: source of randomness; None uses torch's global one.
 
-    Returns:
-        (S, n, ...), on the model's device.
-
     Example:
         >>> import slangvi
         >>> model = nn.Linear(3, 2)
@@ -52,7 +61,9 @@ def functional_samples(
         >>> functional_samples(model, q, torch.zeros(4, 3), n_samples=5).shape
         torch.Size([5, 4, 2])
     """
-    return _samples(model, posterior, x, n_samples, batch_size, generator, lambda outputs: outputs)
+    return predictive_samples(
+        model, posterior, x, n_samples, likelihood="gaussian", batch_size=batch_size, generator=generator
+    )
 
 
 def predictive_samples(
@@ -65,7 +76,7 @@ def predictive_samples(
     batch_size: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Predictions behind the link, for draws of the weights; their mean over draws is the predictive.
+    """Return predictions behind the link, (S, n, ...), for draws of the weights; their mean is the predictive.
 
     Args:
         model: the module the posterior belongs to.
@@ -75,27 +86,12 @@ def predictive_samples(
         likelihood: "categorical" (softmax), "bernoulli" (sigmoid), "gaussian" (identity), or a `Likelihood`.
         batch_size: rows at a time; None takes all.
         generator: source of randomness; None uses torch's global one.
-
-    Returns:
-        (S, n, ...), on the model's device.
     """
     link = likelihood_named(likelihood).predictive
-    return _samples(model, posterior, x, n_samples, batch_size, generator, link)
-
-
-def _samples(
-    model: nn.Module,
-    posterior: Posterior,
-    x: Any,
-    n_samples: int,
-    chunk: int | None,
-    generator: torch.Generator | None,
-    link: Callable[[Tensor], Tensor],
-) -> Tensor:
     draws = checks.count("n_samples", n_samples)
     check_given(model, posterior)
-    model, rows = uncompiled(model), batch_size(x)
-    step = rows if chunk is None else checks.count("batch_size", chunk)
+    model, rows = uncompiled(model), dense.batch_size(x)
+    step = rows if batch_size is None else checks.count("batch_size", batch_size)
     spec = spec_of(model, posterior)
     values = dict(model.named_parameters())
     result = None
@@ -105,7 +101,7 @@ def _samples(
             params = {name: value.to(values[name].dtype) for name, value in flat.items()}
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
-                piece = link(call(model, params, slice_batch(x, start, stop)))
+                piece = link(call(model, params, dense.slice_batch(x, start, stop)))
                 if piece.ndim == 0 or piece.shape[0] != stop - start:
                     raise ValueError(
                         f"the model must return one row per input row, ({stop - start}, ...), got {tuple(piece.shape)}."
@@ -118,13 +114,10 @@ def _samples(
 
 
 def call(model: nn.Module, params: dict[str, Tensor], x: Any) -> Tensor:
-    """The model at given weights: a tuple holds positional arguments, a dict keyword arguments.
-
-    Of an output with several parts, as Hugging Face's models have, the one called `logits` counts.
-    """
+    """Call the model at given weights; a tuple holds positional arguments, a dict keyword arguments."""
     args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
     outputs = torch.func.functional_call(model, params, args, kwargs)
-    outputs = getattr(outputs, "logits", outputs)
+    outputs = getattr(outputs, "logits", outputs)  # Hugging Face's models return several parts
     if not isinstance(outputs, Tensor):
         raise TypeError(
             f"the model must return one tensor to be predicted from, got {type(outputs).__name__}. "
@@ -134,7 +127,7 @@ def call(model: nn.Module, params: dict[str, Tensor], x: Any) -> Tensor:
 
 
 def check_given(model: Any, posterior: Any) -> None:
-    """Refuse what is no model or no posterior."""
+    """Check that these are a module and a posterior."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if not (hasattr(posterior, "rsample") and hasattr(posterior, "param_spec")):
@@ -142,7 +135,7 @@ def check_given(model: Any, posterior: Any) -> None:
 
 
 def spec_of(model: nn.Module, posterior: Posterior) -> ParamSpec:
-    """The layout of a posterior, refused unless it is that of the model."""
+    """Return the layout of a posterior; raise a `ValueError` unless it is that of the model."""
     spec = posterior.param_spec or ParamSpec.of_module(model)
     if posterior.batch_shape:
         raise ValueError(f"posterior must be a single distribution, got batch shape {tuple(posterior.batch_shape)}.")
@@ -163,7 +156,7 @@ def spec_of(model: nn.Module, posterior: Posterior) -> ParamSpec:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, every module's own mode back after."""
+    """Set eval mode inside the block, and every module's own mode again after it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -171,3 +164,34 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def drawn_in_chunks(module: nn.Module, posterior: Posterior, x: Tensor, samples: int, seed: int) -> Iterator[Tensor]:
+    """Yield outputs at S draws of the weights, (S, m, C) for chunks of m rows; draws are the same for all rows."""
+    outputs, widest = sizes_for_a_row(module, x[:1])
+    passing = max(1, _CHUNK // widest)
+    for chunk in x.split(max(1, _CHUNK // (samples * outputs))):
+        generator = torch.Generator(x.device).manual_seed(seed)
+        yield functional_samples(module, posterior, chunk, samples, batch_size=passing, generator=generator)
+
+
+def sizes_for_a_row(module: nn.Module, row: Tensor) -> tuple[int, int]:
+    """Return how many numbers a module makes of a row, and how many its widest layer makes.
+
+    Example:
+        >>> sizes_for_a_row(nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Linear(50, 2)), torch.zeros(1, 3))
+        (2, 50)
+    """
+    sizes = [row.numel()]
+
+    def note(part: nn.Module, given: Any, made: Any) -> None:
+        sizes.extend(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
+
+    handles = [part.register_forward_hook(note) for part in module.modules()]
+    try:
+        with torch.no_grad(), evaluating(module):
+            module(row)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes[-1], max(sizes)

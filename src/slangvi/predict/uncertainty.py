@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Uncertainty(NamedTuple):
 def decompose_uncertainty(
     samples: Tensor, likelihood: str | Likelihood = "categorical", *, noise_variance: float | Tensor | None = None
 ) -> Uncertainty:
-    r"""Total, aleatoric and epistemic uncertainty of predictions, from draws of them.
+    r"""Return total, aleatoric and epistemic uncertainty of predictions, each (n, ...), from draws of them.
 
     Classes, with probabilities $p_s$ at draw s of the weights and entropy H:
 
@@ -41,14 +41,11 @@ def decompose_uncertainty(
     variance over draws divides by S − 1.
 
     Args:
-        samples: what `predictive_samples` gives, (S, n, ...): probabilities (S, n, ..., C) for "categorical",
+        samples: from `predictive_samples`, (S, n, ...): probabilities (S, n, ..., C) for "categorical",
             probabilities of class 1 for "bernoulli", means for "gaussian".
         likelihood: the one the samples were made with.
         noise_variance: σ² on the scale of the samples, a number or a tensor that broadcasts to (n, ...); for
             "gaussian" only. None takes that of a `Gaussian` instance.
-
-    Returns:
-        Three tensors of shape (n, ...).
 
     Example:
         >>> torn = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
@@ -62,7 +59,12 @@ def decompose_uncertainty(
         shape = tuple(samples.shape) if isinstance(samples, Tensor) else type(samples).__name__
         raise ValueError(f"samples must have shape (S, n, ...) with S ≥ 1, got {shape}. Use predictive_samples.")
     if isinstance(kind, Gaussian):
-        return _of_means(samples, _noise(kind, likelihood, noise_variance, samples))
+        if noise_variance is None and not isinstance(likelihood, Likelihood):
+            raise ValueError(
+                "noise_variance is needed with likelihood='gaussian': the variance of the noise on the scale of the "
+                "samples. Give it, or pass slangvi.Gaussian(noise_precision=...)."
+            )
+        return _of_means(samples, 1.0 / kind.noise_precision if noise_variance is None else noise_variance)
     if noise_variance is not None:
         raise ValueError(f"noise_variance is for the Gaussian likelihood only, got it with {type(kind).__name__}.")
     if isinstance(kind, Categorical):
@@ -74,27 +76,17 @@ def decompose_uncertainty(
     )
 
 
-def _noise(kind: Gaussian, given: Any, noise_variance: float | Tensor | None, like: Tensor) -> Tensor:
-    if noise_variance is None:
-        if not isinstance(given, Likelihood):
-            raise ValueError(
-                "noise_variance is needed with likelihood='gaussian': the variance of the noise on the scale of the "
-                "samples. Give it, or pass slangvi.Gaussian(noise_precision=...)."
-            )
-        noise_variance = 1.0 / kind.noise_precision
-    noise = torch.as_tensor(noise_variance, dtype=like.dtype, device=like.device)
+def _of_means(samples: Tensor, noise_variance: float | Tensor) -> Uncertainty:
+    noise = torch.as_tensor(noise_variance, dtype=samples.dtype, device=samples.device)
     if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
         raise ValueError(f"noise_variance must be finite and ≥ 0, got {noise_variance}.")
     try:
-        return noise.expand(like.shape[1:])
+        noise = noise.expand(samples.shape[1:])
     except RuntimeError as error:
         raise ValueError(
-            f"noise_variance must be a number, or broadcast to the predictions, {tuple(like.shape[1:])}, got shape "
+            f"noise_variance must be a number, or broadcast to the predictions, {tuple(samples.shape[1:])}, got shape "
             f"{tuple(noise.shape)}. Give one number for each output, or reshape it."
         ) from error
-
-
-def _of_means(samples: Tensor, noise: Tensor) -> Uncertainty:
     if len(samples) < 2:
         raise ValueError(f"a variance over draws needs S ≥ 2 samples, got {len(samples)}.")
     epistemic = samples.var(0)
@@ -106,13 +98,8 @@ def _of_probabilities(probs: Tensor) -> Uncertainty:
         raise ValueError("samples must be probabilities in [0, 1], got values outside or NaN. Use predictive_samples.")
     dtype = probs.dtype if probs.is_floating_point() else torch.get_default_dtype()
     exact = probs.double()  # the difference of two entropies may be far smaller than either
-    total, aleatoric = _entropy(exact.mean(0)), _entropy(exact).mean(0)
+    total, aleatoric = (torch.special.entr(p.clamp(0.0, 1.0)).sum(-1) for p in (exact.mean(0), exact))
+    aleatoric = aleatoric.mean(0)
     # Entropy is concave, so the difference is negative by rounding only.
     aleatoric, epistemic = aleatoric.to(dtype), (total - aleatoric).clamp_min(0.0).to(dtype)
     return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
-
-
-def _entropy(probs: Tensor) -> Tensor:
-    """−Σ p log p over the last dimension, with 0 log 0 = 0."""
-    summands: Tensor = torch.special.entr(probs.clamp(0.0, 1.0))
-    return summands.sum(-1)

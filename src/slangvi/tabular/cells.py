@@ -1,4 +1,4 @@
-"""Single cells: which are numbers, which say that nothing is known, and how they are told of."""
+"""Single cells: which are numbers, which say that nothing is known, and how numbers and words are shown."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CODES", "advice", "is_missing", "is_no_number", "number_of", "numbers", "short"]
+__all__ = ["CODES", "advice", "digits", "is_missing", "is_no_number", "number_of", "numbers", "readable", "short"]
 
 Array = NDArray[np.float64]
 
-# What programs write where nothing is known.
+# Words that programs write where nothing is known.
 CODES = frozenset({"", "na", "n/a", "#n/a", "#na", "<na>", "nan", "nat", "?"})
 MISSING = CODES | {"null", "none"}
 # Beside numbers these say the same; beside words they may be words like others.
@@ -26,12 +26,12 @@ _LARGEST = 1e100
 
 
 def is_missing(cell: str) -> bool:
-    """Whether a cell says that nothing is known."""
+    """Return whether a cell says that nothing is known."""
     return cell.lower() in MISSING
 
 
 def is_no_number(cell: str) -> bool:
-    """Whether a cell says that there is no number, where others are numbers.
+    """Return whether a cell says that there is no number, where others are numbers.
 
     Example:
         >>> is_no_number("unknown"), is_missing("unknown"), is_no_number("1,5")
@@ -41,7 +41,7 @@ def is_no_number(cell: str) -> bool:
 
 
 def number_of(cell: str) -> float | None:
-    """The number in a cell, if it is one: a decimal point, no thousands separators, finite.
+    """Return the number in a cell, or None: a decimal point, no thousands separators, finite.
 
     Example:
         >>> number_of("-1.5e3"), number_of("1,5"), number_of("1_000"), number_of("inf")
@@ -55,18 +55,41 @@ def number_of(cell: str) -> float | None:
 
 
 def numbers(cells: Sequence[str]) -> Array:
-    """All of them, NaN where there is none, (n,)."""
+    """Return the numbers in cells, NaN where there is none, (n,)."""
     values = (math.nan if is_missing(cell) else number_of(cell) for cell in cells)
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
+def readable(value: float) -> str:
+    """Format a number with four digits, without powers of ten for what people count in thousands, such as prices.
+
+    Example:
+        >>> readable(0.03636), readable(43328.1), readable(1e15), readable(1.5e-15)
+        ('0.03636', '43,328', '1e+15', '1.5e-15')
+    """
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
+
+
+def digits(value: float, unit: float) -> int:
+    """Return six, or more where these would not reach four digits of the unit: 1700000012.34 ± 10.33.
+
+    Example:
+        >>> digits(123.4, 10.0), digits(1700000012.34, 10.33), digits(0.0, 1.0)
+        (6, 12, 6)
+    """
+    if value == 0 or unit <= 0 or not math.isfinite(value) or not math.isfinite(unit):
+        return 6
+    above = math.floor(math.log10(abs(value)) - math.log10(unit))
+    return min(17, max(6, 4 + above))
+
+
 def short(cell: str) -> str:
-    """A cell in a message."""
+    """Return a cell as messages show it."""
     return repr(cell if len(cell) <= 20 else cell[:19] + "…")
 
 
 def advice(cell: str) -> str:
-    """What to do with dates and numbers that are told otherwise: 31.05.24, 5/31/2024 10:00; 1,5, 1 000, $5, 7 %."""
+    """Say what to do with dates such as 5/31/2024 10:00, and with numbers such as 1,5, 1 000, $5, 7 %."""
     if _DATE.match(cell):
         return "; if these are dates, put year, month or age into columns of their own"
     like_a_number = len(cell) <= 40 and _SIGNED.fullmatch(cell)  # longer ones would take long to match

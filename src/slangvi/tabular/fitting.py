@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import DataError
 from slangvi.estimators import SLANGClassifier, SLANGRegressor
+from slangvi.estimators.network import num_weights
+from slangvi.memory import estimate_memory
+from slangvi.out_of_memory import human
 from slangvi.tabular.model import Classes, Model, Network, Numbers
 from slangvi.tabular.reading import Table
 from slangvi.tabular.schema import Schema, counters, infer
 from slangvi.tabular.scores import score
-from slangvi.tabular.size import check_size
 from slangvi.tabular.target import Target, find_target, held_out
 
 __all__ = ["Settings", "fit"]
@@ -26,27 +32,17 @@ Array = NDArray[Any]
 Progress = Callable[[str, int, int], None]
 Found = Callable[[Target, Schema, int, dict[str, int]], None]
 
-# Held-out predictions kept for the report, and rows kept with all their cells.
+# Held-out predictions kept for the report, rows and columns kept with their cells, and characters of a cell.
 KEPT, SHOWN, CELL = 5000, 20, 100
+# Smaller networks fit anywhere, and are not worth the seconds of a plan.
+LARGE = 1_000_000
+# Of a step of the estimators: rows at most, and draws.
+ROWS, DRAWS = 32, 4
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for.
-
-    Args:
-        target: column to predict.
-        task: "classification", "regression", or None to find out.
-        exclude: columns that are not used.
-        rank: L.
-        epochs: passes over the rows.
-        hidden: widths of the hidden layers.
-        prior_precision: λ.
-        temperature: 𝒯; every row counts 1/𝒯 times.
-        seed: of the held-out rows, initial weights and draws.
-        device: to train on.
-        refit: learn from all rows after the check.
-    """
+    """Options of `slangvi fit`; a task of None is found from the target, `refit` learns from all rows in the end."""
 
     target: str
     task: str | None = None
@@ -64,12 +60,8 @@ class Settings:
 def fit(table: Table, settings: Settings, progress: Progress, found: Found | None = None) -> Model:
     """Fit a model, and keep with it how it did on rows it had not seen.
 
-    Args:
-        table: all columns and rows.
-        settings: what to do.
-        progress: called with a label, the epochs done and their number.
-        found: called before training with the target, what becomes of the columns, the rows used, and what stands in
-            place of a target in rows that are left out, with counts.
+    Progress is called with a label, the epochs done and their number; `found` before training with the target, the
+    schema, the number of rows used, and the cells in place of a target in rows that are left out, with counts.
 
     Raises:
         DataError: the table has nothing to learn from, or the network does not fit into memory.
@@ -81,7 +73,9 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
         raise DataError(f"the target {settings.target!r} cannot be excluded.")
     counting = counters(table)
     target, rows = find_target(table.without(settings.exclude), settings.target, settings.task)
-    left_out = _left_out(table, rows, settings.target)
+    used = set(rows.lines)
+    lines = zip(table.lines, table.columns[settings.target], strict=True)
+    left_out = dict(Counter(cell for line, cell in lines if line not in used).most_common())
     y, inputs = target.encode(rows), rows.without([settings.target])
     train, held = held_out(target, y, settings.seed)
     part = inputs.take(train.tolist())
@@ -90,30 +84,64 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
     if found is not None:
         found(target, last, len(rows), left_out)
     check_size([last.features, *settings.hidden, target.outputs], settings.rank, settings.device)
-    model = _fitted(part, first, y[train], target, settings, progress, "four fifths")
-    record = _judged(model, rows.take(held.tolist()), y[held], y[train])
+    model = _train(part, first, y[train], target, settings, progress, "four fifths")
+    record = _evaluate(model, rows.take(held.tolist()), y[held], y[train])
     if settings.refit:
-        model = _fitted(inputs, last, y, target, settings, progress, "all rows")
+        model = _train(inputs, last, y, target, settings, progress, "all rows")
     record |= {"rows": len(rows), "without_target": sum(left_out.values()), "left_out": left_out}
     record |= {"settings": asdict(settings)}
     return Model(model.schema, model.target, model.network, model.posterior, record)
 
 
-def _left_out(table: Table, rows: Table, name: str) -> dict[str, int]:
-    """Cells of the target in rows that are not used → how often, commonest first."""
-    used = set(rows.lines)
-    cells = (cell for line, cell in zip(table.lines, table.columns[name], strict=True) if line not in used)
-    return dict(Counter(cells).most_common())
+def check_size(sizes: Sequence[int], rank: int, device: str) -> None:
+    """Raise a `DataError` if training would take more memory than there is; sizes are the widths of all layers."""
+    num_params, there = num_weights(sizes), memory_of(device)
+    if num_params < LARGE or there is None:
+        return
+    with torch.device("meta"):
+        layers = [module for pair in pairwise(sizes) for module in (nn.Linear(*pair), nn.ReLU())]
+        model, batch = nn.Sequential(*layers[:-1]).double(), torch.empty(ROWS, sizes[0], dtype=torch.float64)
+    needed = estimate_memory(model, batch, rank, DRAWS).peak
+    if needed > there:
+        raise DataError(
+            f"a network of {num_params:,} weights with a posterior of rank {rank} takes {human(needed)} to train, and "
+            f"{'this machine' if device == 'cpu' else 'the GPU'} has {human(there)}. Choose fewer or narrower --hidden "
+            "layers, or a lower --rank."
+        )
 
 
-def _fitted(
+def memory_of(device: str) -> int | None:
+    """Return the bytes of memory of the machine or the GPU; None where the system does not tell."""
+    if device != "cpu":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        return None
+
+
+def _train(
     inputs: Table, schema: Schema, y: Array, target: Target, settings: Settings, progress: Progress, label: str
 ) -> Model:
-    estimator, mean, scale = _estimator(target, settings, y)
     done = iter(range(1, settings.epochs + 1))
-    estimator.set_params(verbose=lambda line: progress(label, next(done), settings.epochs))
+    options: dict[str, Any] = {
+        "hidden_layer_sizes": settings.hidden,
+        "rank": settings.rank,
+        "prior_precision": settings.prior_precision,
+        "temperature": settings.temperature,
+        "max_iter": settings.epochs,
+        "random_state": settings.seed % 2**31,
+        "device": settings.device,
+        "standardize": False,  # inputs and targets are scaled here, so that the folder has all of the model
+        "verbose": lambda line: progress(label, next(done), settings.epochs),
+    }
     progress(label, 0, settings.epochs)
-    estimator.fit(schema.encode(inputs), y if target.task == "classification" else (y - mean) / scale)
+    regression, mean, scale = target.task == "regression", 0.0, 1.0
+    if regression:
+        mean, scale = float(y.mean()), float(y.std()) or 1.0
+        y = (y - mean) / scale
+    estimator = SLANGRegressor(**options) if regression else SLANGClassifier(**options)
+    estimator.fit(schema.encode(inputs), y)
     network = Network(
         features=schema.features,
         hidden=settings.hidden,
@@ -123,55 +151,38 @@ def _fitted(
         seed=settings.seed % 2**31,
         mean=mean,
         scale=scale,
-        noise=estimator.noise_std_ if target.task == "regression" else None,
+        noise=estimator.noise_std_ if regression else None,
     )
     found = estimator.posterior_
     posterior = LowRankPrecisionNormal(found.loc.cpu(), found.prec_factor.cpu(), found.prec_diag.cpu())
     return Model(schema, target, network, posterior, {})
 
 
-def _estimator(target: Target, settings: Settings, y: Array) -> tuple[Any, float, float]:
-    """With the mean and scale of its targets; inputs and targets are scaled here, so that the folder tells it all."""
-    options: dict[str, Any] = {
-        "hidden_layer_sizes": settings.hidden,
-        "rank": settings.rank,
-        "prior_precision": settings.prior_precision,
-        "temperature": settings.temperature,
-        "max_iter": settings.epochs,
-        "random_state": settings.seed % 2**31,
-        "device": settings.device,
-        "standardize": False,
-    }
-    if target.task == "classification":
-        return SLANGClassifier(**options), 0.0, 1.0
-    spread = float(y.std())
-    return SLANGRegressor(**options), float(y.mean()), spread if spread > 0 else 1.0
-
-
-def _judged(model: Model, rows: Table, y: Array, seen: Array) -> dict[str, Any]:
-    """Scores on held-out rows, and what a report shows of them."""
+def _evaluate(model: Model, rows: Table, y: Array, seen: Array) -> dict[str, Any]:
+    """Return scores on held-out rows, and what a report shows of them; `seen` are targets that were trained on."""
     inputs = model.schema.encode(rows)
     predicted = model.predict(inputs)
-    unsure = np.argsort(-_uncertainty(predicted), kind="stable")[:SHOWN]
+    uncertainty = predicted.entropy if isinstance(predicted, Classes) else predicted.std
+    unsure = np.argsort(-uncertainty, kind="stable")[:SHOWN]
     picked = slice(None) if len(y) <= KEPT else np.linspace(0, len(y) - 1, KEPT).round().astype(int)
     kept = {name: values[picked].tolist() for name, values in vars(predicted).items()}
     return {
         "held_out_rows": len(y),
         "scores": score(model, inputs, y, predicted, seen),
         "held_out": {"target": y[picked].tolist(), **kept},
-        "most_uncertain": [_shown(rows, int(k), predicted, model.target, model.schema) for k in unsure],
+        "most_uncertain": [_row_record(model, rows, int(k), predicted) for k in unsure],
     }
 
 
-def _uncertainty(predicted: Numbers | Classes) -> Array:
-    return predicted.entropy if isinstance(predicted, Classes) else predicted.std
-
-
-def _shown(rows: Table, k: int, predicted: Numbers | Classes, target: Target, schema: Schema) -> dict[str, Any]:
-    cells = {column.name: rows.columns[column.name][k][:CELL] for column in schema.columns[:SHOWN]}
-    told = {"line": rows.lines[k], "target": rows.columns[target.name][k][:CELL], "cells": cells}
-    told["epistemic_share"] = float(predicted.epistemic_share[k])
+def _row_record(model: Model, rows: Table, k: int, predicted: Numbers | Classes) -> dict[str, Any]:
+    """Return one held-out row and its prediction as plain values."""
+    record = {
+        "line": rows.lines[k],
+        "target": rows.columns[model.target.name][k][:CELL],
+        "cells": {column.name: rows.columns[column.name][k][:CELL] for column in model.schema.columns[:SHOWN]},
+        "epistemic_share": float(predicted.epistemic_share[k]),
+    }
     if isinstance(predicted, Classes):
         best = int(predicted.probs[k].argmax())
-        return told | {"class": target.classes[best], "probability": float(predicted.probs[k, best])}
-    return told | {"mean": float(predicted.mean[k]), "std": float(predicted.std[k])}
+        return record | {"class": model.target.classes[best], "probability": float(predicted.probs[k, best])}
+    return record | {"mean": float(predicted.mean[k]), "std": float(predicted.std[k])}

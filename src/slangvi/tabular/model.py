@@ -20,7 +20,7 @@ from slangvi.errors import DataError
 from slangvi.estimators.network import ACTIVATIONS, mlp, num_weights
 from slangvi.files import put
 from slangvi.predict import decompose_uncertainty
-from slangvi.predict.chunks import drawn_in_chunks
+from slangvi.predict.samples import drawn_in_chunks
 from slangvi.tabular.schema import Schema
 from slangvi.tabular.target import Target
 
@@ -31,6 +31,7 @@ WEIGHTS, ABOUT = "model.safetensors", "model.json"
 # Bytes that a description may have.
 _MOST = 1 << 28
 _SAMPLES = 10_000
+# Exceptions of JSON, and of a description that has another shape.
 _SPOILT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 Array = NDArray[Any]
@@ -38,18 +39,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Network:
-    """What the weights are put into.
+    """The network that the weights are put into, and how it predicts.
 
-    Args:
-        features: D.
-        hidden: widths of the hidden layers.
-        outputs: C.
-        activation: between the layers.
-        samples: S, draws of the weights for a prediction.
-        seed: of these draws.
-        mean: of the target, which is trained on as (y − mean)/scale.
-        scale: of the target.
-        noise: standard deviation of the noise on that scale; None for classes.
+    It has D features and C outputs, and predicts with a number of samples of the weights that a seed fixes. Targets are
+    trained on as (y − mean)/scale; the standard deviation of the noise is on that scale, and None for classes.
     """
 
     features: int
@@ -63,20 +56,24 @@ class Network:
     noise: float | None = None
 
     @property
+    def sizes(self) -> list[int]:
+        """D, widths of the hidden layers, and C."""
+        return [self.features, *self.hidden, self.outputs]
+
+    @property
     def num_params(self) -> int:
         """P."""
-        return num_weights([self.features, *self.hidden, self.outputs])
+        return num_weights(self.sizes)
 
     def module(self) -> nn.Sequential:
-        """The layers; their own values are of no use."""
-        generator = torch.Generator().manual_seed(0)
-        return mlp(self.features, self.hidden, self.outputs, self.activation, torch.float64, generator)
+        """Make the layers; their own values are of no use."""
+        return mlp(self.sizes, self.activation, torch.float64, torch.Generator().manual_seed(0))
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Network:
-        """From `dataclasses.asdict`, with every value checked."""
+        """Return the network of a dict from `dataclasses.asdict`, with every value checked."""
         made = cls(**{**plain, "hidden": tuple(plain["hidden"])})
-        counts = (made.features, *made.hidden, made.outputs, made.samples, made.seed + 1)
+        counts = (*made.sizes, made.samples, made.seed + 1)
         if not all(type(count) is int and count > 0 for count in counts) or made.activation not in ACTIVATIONS:
             raise ValueError("the network has impossible sizes")
         if made.samples > _SAMPLES:
@@ -88,33 +85,21 @@ class Network:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Predictions of a regression, each (n,).
-
-    Args:
-        mean: of the target.
-        std: of a new target, noise included.
-        epistemic_share: of its variance, that more data would take away.
-    """
+    """Mean and standard deviation of new targets, and the share of the variance more data would remove, (n,) each."""
 
     mean: Array
     std: Array
     epistemic_share: Array
 
     def interval(self, level: float) -> tuple[Array, Array]:
-        """The central interval of a normal distribution with this mean and standard deviation."""
+        """Return the ends of the central interval of a normal distribution."""
         width = float(torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=torch.float64))) * self.std
         return self.mean - width, self.mean + width
 
 
 @dataclass(frozen=True)
 class Classes:
-    """Predictions of a classification.
-
-    Args:
-        probs: of each class, (n, C).
-        entropy: in nats, (n,).
-        epistemic_share: of the entropy, that more data would take away, (n,).
-    """
+    """Probabilities (n, C), their entropy in nats (n,), and the share of it more data would remove, (n,)."""
 
     probs: Array
     entropy: Array
@@ -125,12 +110,7 @@ class Classes:
 class Model:
     """All that predictions and a report need.
 
-    Args:
-        schema: of the inputs.
-        target: what is predicted.
-        network: what the weights are put into.
-        posterior: over the weights, on the CPU.
-        record: settings, metrics, held-out predictions, versions; plain values.
+    The posterior is on the CPU; the record has settings, metrics, held-out predictions and versions as plain values.
     """
 
     schema: Schema
@@ -140,12 +120,12 @@ class Model:
     record: dict[str, Any]
 
     def draws(self, inputs: Array) -> Iterator[Tensor]:
-        """Outputs at draws of the weights, (S, m, C) for chunks of rows (n, D); the same draws for every row."""
+        """Return outputs at draws of the weights, (S, m, C) for chunks of rows (n, D); the same draws for every row."""
         net, x = self.network, torch.from_numpy(inputs)
         return drawn_in_chunks(net.module(), self.posterior, x, net.samples, net.seed)
 
     def means(self, inputs: Array) -> Iterator[Tensor]:
-        """Of a regression: means of the target at draws of the weights, (S, m) for chunks of rows."""
+        """Yield the means of a regression at draws of the weights, (S, m) for chunks of rows."""
         for draws in self.draws(inputs):
             yield draws[..., 0] * self.network.scale + self.network.mean
 
@@ -155,27 +135,20 @@ class Model:
         return (self.network.noise or 0.0) * self.network.scale
 
     def predict(self, inputs: Array) -> Numbers | Classes:
-        """Predictions for encoded rows (n, D)."""
-        return self._numbers(inputs) if self.target.task == "regression" else self._classes(inputs)
-
-    def _numbers(self, inputs: Array) -> Numbers:
-        parts: list[list[Tensor]] = []
-        for means in self.means(inputs):
-            found = decompose_uncertainty(means, "gaussian", noise_variance=self.noise**2)
-            parts.append([means.mean(0), found.total.sqrt(), found.epistemic / found.total])
-        return Numbers(*_joined(parts))
-
-    def _classes(self, inputs: Array) -> Classes:
-        parts: list[list[Tensor]] = []
-        for draws in self.draws(inputs):
-            probs = draws.softmax(-1)
-            found = decompose_uncertainty(probs)
-            parts.append([probs.mean(0), found.total, found.epistemic / found.total.clamp_min(1e-12)])
-        return Classes(*_joined(parts))
-
-
-def _joined(parts: list[list[Tensor]]) -> list[Array]:
-    return [torch.cat(column).numpy() for column in zip(*parts, strict=True)]
+        """Return predictions for encoded rows (n, D)."""
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        regression = self.target.task == "regression"
+        if regression:
+            for means in self.means(inputs):
+                found = decompose_uncertainty(means, "gaussian", noise_variance=self.noise**2)
+                parts.append((means.mean(0), found.total.sqrt(), found.epistemic / found.total))
+        else:
+            for draws in self.draws(inputs):
+                probs = draws.softmax(-1)
+                found = decompose_uncertainty(probs)
+                parts.append((probs.mean(0), found.total, found.epistemic / found.total.clamp_min(1e-12)))
+        columns = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
+        return Numbers(*columns) if regression else Classes(*columns)
 
 
 def save(model: Model, folder: Path) -> None:
@@ -187,9 +160,7 @@ def save(model: Model, folder: Path) -> None:
     checkpoint.save(weights, model.posterior)
     checkpoint.previous_path(weights).unlink(missing_ok=True)
     body = {
-        "schema": model.schema.to_json(),
-        "target": model.target.to_json(),
-        "network": asdict(model.network),
+        **{name: asdict(getattr(model, name)) for name in ("schema", "target", "network")},
         "record": model.record,
         "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
     }

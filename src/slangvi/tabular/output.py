@@ -1,16 +1,21 @@
-"""Predictions as columns of text that spreadsheets may open."""
+"""Predictions as a CSV file that spreadsheets may open."""
 
 from __future__ import annotations
 
-import math
+import csv
+import io
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from slangvi.tabular.cells import number_of
+from slangvi.errors import DataError
+from slangvi.tabular.cells import digits, number_of
 from slangvi.tabular.model import Classes, Model
+from slangvi.tabular.reading import Table
 
-__all__ = ["columns", "digits", "safe"]
+__all__ = ["columns", "csv_text", "safe"]
 
 Array = NDArray[Any]
 
@@ -19,7 +24,7 @@ _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uf
 
 
 def safe(cell: str) -> str:
-    """A cell that no spreadsheet runs; numbers stay as they are.
+    """Return a cell that no spreadsheet runs; numbers stay as they are.
 
     Example:
         >>> safe("=1+1"), safe("-1.5"), safe("-x"), safe("x")
@@ -28,44 +33,43 @@ def safe(cell: str) -> str:
     return f"'{cell}" if cell.startswith(_RUN) and number_of(cell) is None else cell
 
 
+def csv_text(model: Model, table: Table, level: float, keep: Sequence[str]) -> str:
+    """Return a CSV file of predictions for the rows of a table, beside the columns of it that are to be kept."""
+    for name in keep:
+        if name not in table.columns:
+            raise DataError(f"there is no column {name!r} to keep. Columns are {list(table.columns)[:20]}.")
+    kept = {name: list(map(safe, table.columns[name])) for name in keep}
+    found = columns(model, model.schema.encode(table), level)
+    header = [*map(safe, kept), *found]
+    if len(set(header)) < len(header):
+        twice = next(name for name in header if header.count(name) > 1)
+        raise DataError(f"there would be two columns named {twice!r} in the predictions. Rename the one to keep.")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(zip(*kept.values(), *found.values(), strict=True))
+    return text.getvalue()
+
+
 def columns(model: Model, inputs: Array, level: float) -> dict[str, list[str]]:
-    """Header → cells.
+    """Return predictions for encoded rows (n, D), header → cells; the interval holds the share `level` of targets.
 
     | task           | columns                                                   |
     |----------------|-----------------------------------------------------------|
     | regression     | mean, std, lower, upper, epistemic_share                  |
     | classification | class, p_<label> for each label, entropy, epistemic_share |
-
-    Args:
-        model: fitted.
-        inputs: encoded rows, (n, D).
-        level: that the interval from lower to upper holds.
     """
+
+    def formatted(values: Array, units: Array | None = None) -> list[str]:
+        units = np.zeros(len(values)) if units is None else units
+        return [f"{value:.{digits(value, unit)}g}" for value, unit in zip(values.tolist(), units.tolist(), strict=True)]
+
     found = model.predict(inputs)
-    share = _told(found.epistemic_share)
+    share = formatted(found.epistemic_share)
     if isinstance(found, Classes):
         labels = [safe(model.target.classes[k]) for k in found.probs.argmax(1)]
-        probs = {f"p_{label}": _told(found.probs[:, k]) for k, label in enumerate(model.target.classes)}
-        return {"class": labels, **probs, "entropy": _told(found.entropy), "epistemic_share": share}
+        probs = {f"p_{label}": formatted(found.probs[:, k]) for k, label in enumerate(model.target.classes)}
+        return {"class": labels, **probs, "entropy": formatted(found.entropy), "epistemic_share": share}
     lower, upper = found.interval(level)
     numbers = {"mean": found.mean, "std": found.std, "lower": lower, "upper": upper}
-    return {**{name: _told(values, found.std) for name, values in numbers.items()}, "epistemic_share": share}
-
-
-def _told(values: Array, units: Array | None = None) -> list[str]:
-    if units is None:
-        return [f"{value:.6g}" for value in values.tolist()]
-    return [f"{value:.{digits(value, unit)}g}" for value, unit in zip(values.tolist(), units.tolist(), strict=True)]
-
-
-def digits(value: float, unit: float) -> int:
-    """Six, or more where these would not reach four digits of the unit: 1700000012.34 ± 10.33.
-
-    Example:
-        >>> digits(123.4, 10.0), digits(1700000012.34, 10.33), digits(0.0, 1.0)
-        (6, 12, 6)
-    """
-    if value == 0 or unit <= 0 or not math.isfinite(value) or not math.isfinite(unit):
-        return 6
-    above = math.floor(math.log10(abs(value)) - math.log10(unit))
-    return min(17, max(6, 4 + above))
+    return {**{name: formatted(values, found.std) for name, values in numbers.items()}, "epistemic_share": share}

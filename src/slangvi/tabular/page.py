@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+import io
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
 import numpy as np
+import torch
 
+from slangvi import plots
 from slangvi.errors import DataError
-from slangvi.tabular.cells import number_of
-from slangvi.tabular.figures import figures
+from slangvi.tabular.cells import digits, number_of, readable
 from slangvi.tabular.model import Classes, Model, Numbers
-from slangvi.tabular.output import digits
-from slangvi.tabular.scores import LEVELS, coverages, readable
+from slangvi.tabular.scores import LEVELS, coverages
 
 __all__ = ["page"]
 
 _WORDS = {"nll": "NLL (nats)", "rmse": "RMSE", "accuracy": "Accuracy", "ece": "Calibration error"}
 _MOST_CLASSES = 20
 _COLUMNS = 6
+_BLUE, _GREY, _RED = "#2563a8", "0.6", "#c0392b"
 _STYLE = """
 :root{color-scheme:light}*{box-sizing:border-box}
 body{font:16px/1.5 system-ui,sans-serif;color:#1c2430;background:#f5f6f8;margin:0}
@@ -47,16 +49,15 @@ class _Html(str):
 
 
 def page(model: Model) -> str:
-    """The report of a model.
-
-    Args:
-        model: as `slangvi.tabular.model.load` reads it.
+    """Return the report of a model.
 
     Raises:
         DataError: the held-out predictions in its folder cannot be understood.
     """
     try:
-        held, y = _held_out(model)
+        kept = {name: np.asarray(values) for name, values in model.record["held_out"].items()}
+        y = kept.pop("target")
+        held = Numbers(**kept) if model.target.task == "regression" else Classes(**kept)
         body = [_head(model), _cards(model), _plots(model, held, y), _detail(model, held, y), _uncertain(model)]
         body += [_inputs(model), _settings(model)]
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
@@ -69,12 +70,6 @@ def page(model: Model) -> str:
         f"<title>{escape(model.target.name)}: report</title><style>{_STYLE}</style></head>\n"
         f"<body><main>{''.join(body)}</main></body></html>\n"
     )
-
-
-def _held_out(model: Model) -> tuple[Numbers | Classes, Any]:
-    kept = {name: np.asarray(values) for name, values in model.record["held_out"].items()}
-    y = kept.pop("target")
-    return Numbers(**kept) if model.target.task == "regression" else Classes(**kept), y
 
 
 def _head(model: Model) -> str:
@@ -100,7 +95,7 @@ def _cards(model: Model) -> str:
 
 def _plots(model: Model, held: Numbers | Classes, y: Any) -> str:
     cards = []
-    for title, about, picture in figures(model, held, y):
+    for title, about, picture in _pictures(model, held, y):
         data = base64.b64encode(picture).decode()
         image = f'<img alt="{escape(title)}" src="data:image/png;base64,{data}">'
         cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(about)}</p>{image}</div>')
@@ -111,7 +106,7 @@ def _plots(model: Model, held: Numbers | Classes, y: Any) -> str:
 
 
 def _detail(model: Model, held: Numbers | Classes, y: Any) -> str:
-    """Intervals of a regression, confusions of classes."""
+    """Return a table of the intervals of a regression, or of the confusions of classes."""
     if isinstance(held, Numbers):
         header = ["level", *(f"{level:.0%}" for level in LEVELS)]
         row = ["held-out targets inside", *(f"{share:.0%}" for share in coverages(held, y))]
@@ -123,45 +118,38 @@ def _detail(model: Model, held: Numbers | Classes, y: Any) -> str:
         pairs = sorted((-counts[a, b], a, b) for a in range(len(classes)) for b in range(len(classes)) if a != b)[:20]
         rows = [[classes[a], classes[b], str(-count)] for count, a, b in pairs if count]
         return f"<h2>Commonest confusions</h2>{_table(['observed', 'predicted', 'rows'], rows, numeric=(2,))}"
-    lines = [
-        [label, *(_cell(int(count), a == b) for b, count in enumerate(counts[a]))] for a, label in enumerate(classes)
-    ]
+    lines = []
+    for a, label in enumerate(classes):
+        kinds = ["hit" if a == b else "miss" if count else "" for b, count in enumerate(counts[a])]
+        cells = [_Html(f'<td class="n {kind}">{count}</td>') for kind, count in zip(kinds, counts[a], strict=True)]
+        lines.append([label, *cells])
     header = ["observed ↓ predicted →", *classes]
     return f"<h2>Confusion</h2>{_table(header, lines, numeric=range(1, len(header)))}"
 
 
-def _cell(count: int, right: bool) -> _Html:
-    kind = "hit" if right else "miss" if count else ""
-    return _Html(f'<td class="n {kind}">{count}</td>')
-
-
 def _uncertain(model: Model) -> str:
     shown = model.record["most_uncertain"]
-    names = [column.name for column in model.schema.columns if shown and column.name in shown[0]["cells"]][:_COLUMNS]
+    columns = [column for column in model.schema.columns if shown and column.name in shown[0]["cells"]][:_COLUMNS]
+    names = [column.name for column in columns]
     regression = model.target.task == "regression"
-    told = ["predicted", "± std"] if regression else ["predicted", "probability"]
     rows = []
     for row in shown:
-        said = (
-            [_beside(row["mean"], row["std"]), readable(row["std"])]
-            if regression
-            else [row["class"], f"{row['probability']:.2f}"]
-        )
-        cells = [_rounded(row["cells"].get(name, "")) for name in names]
+        if regression:
+            mean, std = row["mean"], row["std"]
+            # Four digits, unless they would hide what a small standard deviation tells: 2024.3712 ± 0.2.
+            enough = std >= 1e-3 * abs(mean)
+            said = [readable(mean) if enough else f"{mean:.{digits(mean, std)}g}", readable(std)]
+        else:
+            said = [row["class"], f"{row['probability']:.2f}"]
+        cells = [_shortened(row["cells"].get(name, "")) for name in names]
         rows.append([str(row["line"]), row["target"], *said, f"{row['epistemic_share']:.0%}", *cells])
-    header = ["line", "observed", *told, "epistemic share", *names]
+    header = ["line", "observed", "predicted", "± std" if regression else "probability", "epistemic share", *names]
     about = (
         "Held-out rows with the widest predictions. A high epistemic share says that more rows like these would help."
     )
-    kinds = {column.name: column.kind for column in model.schema.columns}
     numeric = [*(range(5) if regression else (0, 3, 4))]
-    numeric += [k for k, name in enumerate(names, 5) if kinds[name] == "numeric"]
+    numeric += [k for k, column in enumerate(columns, 5) if column.kind == "numeric"]
     return f"<h2>Most uncertain rows</h2><p>{about}</p>{_table(header, rows, numeric)}"
-
-
-def _beside(value: float, unit: float) -> str:
-    """Four digits, unless they would hide what a small standard deviation tells: 2024.3712 ± 0.2."""
-    return readable(value) if unit >= 1e-3 * abs(value) else f"{value:.{digits(value, unit)}g}"
 
 
 def _inputs(model: Model) -> str:
@@ -177,21 +165,17 @@ def _settings(model: Model) -> str:
     record = model.record
     fitted = "all rows" if record["settings"]["refit"] else "four fifths of the rows"
     rows = [["task", f"{model.target.task}: {model.target.why}"], ["fitted on", fitted]]
-    rows += [["weights", f"{model.network.num_params:,}"]]
+    rows.append(["weights", f"{model.network.num_params:,}"])
     if model.target.task == "regression":
         rows.append(["noise (standard deviation)", readable(model.noise)])
-    rows += [[key, _plain(value)] for key, value in {**record["settings"], **record["environment"]}.items()]
+    for key, value in {**record["settings"], **record["environment"]}.items():
+        text = ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+        rows.append([key, "found" if value is None else text])
     return f"<h2>Settings and versions</h2>{_table(['setting', 'value'], rows)}"
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value)) or "none"
-    return "found" if value is None else str(value)
-
-
-def _rounded(cell: str) -> str:
-    """Sixteen digits would hide the row; whole numbers such as years keep theirs."""
+def _shortened(cell: str) -> str:
+    """Return a cell with four digits of its number; whole numbers such as years keep theirs."""
     value = number_of(cell)
     return cell if value is None or value == round(value) else readable(value)
 
@@ -206,3 +190,129 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterab
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{cells("th", header)}</tr>{body}</table></div>'
+
+
+def _pictures(model: Model, held: Numbers | Classes, y: Any) -> list[tuple[str, str, bytes]]:
+    """Return title, meaning, and PNG of each picture; no text of the data is drawn, so that none can spoil them."""
+    drawn: list[tuple[str, str, Callable[[Any], object]]]
+    if isinstance(held, Classes):
+        probs, labels = torch.from_numpy(held.probs), torch.from_numpy(y)
+        drawn = [
+            (
+                "Calibration",
+                "Share of right predictions among those with the same confidence. On the diagonal a prediction is as "
+                "good as it says; below it, the model is too sure.",
+                lambda ax: plots.reliability_diagram(probs, labels, bins=10, ax=ax),
+            ),
+            (
+                "Error if unsure rows are set aside",
+                "Rows are answered from the surest on. A curve that rises to the right says that confidence tells good "
+                "predictions from bad ones.",
+                lambda ax: plots.risk_coverage_curve(probs, labels, ax=ax),
+            ),
+        ]
+    else:
+        drawn = [
+            (
+                "Calibration",
+                "Share of held-out targets inside intervals of each level. Below the diagonal they are too narrow, "
+                "above it too wide.",
+                lambda ax: _calibration(ax, held, y),
+            ),
+            (
+                "Predicted and observed",
+                "Each point is a held-out row; on the line the prediction is right. Bars are one standard deviation.",
+                lambda ax: _scatter(ax, held, y),
+            ),
+            (
+                "Residuals",
+                "(Observed − predicted) / predicted standard deviation. They should look like the standard normal "
+                "curve; what lies far outside was a surprise.",
+                lambda ax: _residuals(ax, held, y),
+            ),
+        ]
+    drawn += [
+        (
+            "Posterior spectrum",
+            "Directions of the weights that the data determine best: eigenvalues of the low-rank part of the posterior "
+            "precision, beside the precision of the prior.",
+            lambda ax: _spectrum(ax, model),
+        ),
+        (
+            "Uncertainty of the weights",
+            "Posterior standard deviation of every weight. Weights at the prior's value were not touched by the data.",
+            lambda ax: _weights(ax, model),
+        ),
+    ]
+    return [(title, about, _png(draw)) for title, about, draw in drawn]
+
+
+def _png(draw: Callable[[Any], object]) -> bytes:
+    """Draw a picture without pyplot, which keeps figures and may open windows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.subplots()
+    draw(ax)
+    ax.grid(alpha=0.3)
+    ax.spines[["top", "right"]].set_visible(False)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=170)
+    return file.getvalue()
+
+
+def _calibration(ax: Any, held: Numbers, y: Any) -> None:
+    ax.plot([0, 1], [0, 1], color=_GREY, lw=1, ls="--", zorder=0)
+    ax.plot(LEVELS, coverages(held, y), marker="o", ms=4, lw=1.3, color=_BLUE)
+    ax.set(xlabel="level of the interval", ylabel="share inside", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+
+
+def _scatter(ax: Any, held: Numbers, y: Any) -> None:
+    ends = [float(min(y.min(), held.mean.min())), float(max(y.max(), held.mean.max()))]
+    ax.plot(ends, ends, color=_GREY, lw=1, ls="--", zorder=0)
+    alpha = float(np.clip(60 / len(y), 0.05, 0.7))
+    ax.errorbar(held.mean, y, xerr=held.std, fmt="o", ms=3, lw=0.6, color=_BLUE, alpha=alpha)
+    ax.set(xlabel="predicted", ylabel="observed")
+    ax.locator_params(axis="x", nbins=4)  # labels of prices are wide
+
+
+def _residuals(ax: Any, held: Numbers, y: Any) -> None:
+    z = (y - held.mean) / held.std
+    ends = max(4.0, float(np.abs(z).max()))
+    ax.hist(z, bins=max(20, min(60, len(z) // 8)), range=(-ends, ends), density=True, color=_BLUE, alpha=0.6)
+    grid = np.linspace(-ends, ends, 300)
+    ax.plot(grid, np.exp(-0.5 * grid**2) / np.sqrt(2 * np.pi), color=_RED, lw=1.3, label="standard normal")
+    ax.set(xlabel="residual in standard deviations", ylabel="density")
+    ax.legend(fontsize=8, frameon=False)
+
+
+def _spectrum(ax: Any, model: Model) -> None:
+    values = torch.linalg.svdvals(model.posterior.prec_factor).square().numpy()
+    values = values[values > 0]
+    ax.bar(range(1, len(values) + 1), values, color=_BLUE, width=0.6)
+    ax.axhline(_prior(model), color=_RED, lw=1.3, label="prior precision")
+    ax.set(xlabel="direction", ylabel="precision", yscale="log")
+    ax.set_xticks(range(1, len(values) + 1) if len(values) <= 20 else [1, len(values)])
+    ax.legend(fontsize=8, frameon=False)
+
+
+def _weights(ax: Any, model: Model) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    std = model.posterior.variance.sqrt().numpy()
+    prior = _prior(model) ** -0.5
+    low, high = min(float(std.min()), prior), max(float(std.max()), prior)
+    bins = np.geomspace(low * 0.9, high * 1.1, 40)
+    ax.hist(std, bins=bins, color=_BLUE, alpha=0.6)
+    ax.axvline(prior, color=_RED, lw=1.3, label="prior")
+    ax.set(xlabel="standard deviation", ylabel="weights", xscale="log", yscale="log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.legend(fontsize=8, frameon=False)
+
+
+def _prior(model: Model) -> float:
+    return float(model.record["settings"]["prior_precision"])

@@ -32,12 +32,7 @@ _MAGIC = {
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text, without blanks around them.
-
-    Args:
-        columns: name → cells, all of one length n.
-        lines: of each row in its file, counted from 1, (n,).
-    """
+    """Cells as text without blanks around them, by column, and the line of each row in its file, counted from 1."""
 
     columns: dict[str, list[str]]
     lines: list[int]
@@ -46,23 +41,19 @@ class Table:
         return len(self.lines)
 
     def take(self, rows: Sequence[int]) -> Table:
-        """Some of the rows."""
+        """Return a table of some of the rows."""
         columns = {name: [cells[k] for k in rows] for name, cells in self.columns.items()}
         return Table(columns, [self.lines[k] for k in rows])
 
     def without(self, names: Sequence[str]) -> Table:
-        """The other columns."""
+        """Return a table of the other columns."""
         return Table({name: cells for name, cells in self.columns.items() if name not in names}, self.lines)
 
 
 def read_csv(path: Path, max_mb: float = 200.0) -> Table:
-    """Read a file with a header line; never more than `max_mb` of it comes into memory.
+    """Read a file with a header line, of at most `max_mb` million bytes.
 
     A cell takes some 60 bytes, however short it is: for every MB there may be 100,000 of them, and 20 million always.
-
-    Args:
-        path: of the file.
-        max_mb: refuse larger ones, in millions of bytes.
 
     Raises:
         DataError: there is no such file, it is too large, or `parse` refuses it.
@@ -79,18 +70,11 @@ def read_csv(path: Path, max_mb: float = 200.0) -> Table:
 
 
 def parse(content: bytes, name: str = "the file", max_cells: int = MAX_CELLS) -> Table:
-    r"""A table from the bytes of a CSV file.
+    r"""Return the table in the bytes of a CSV file.
 
     UTF-8 with or without a byte-order mark; commas, semicolons or tabs between cells, found from the first lines or
-    declared by a line such as `sep=;`, as for Excel; quotes as in RFC 4180. Nothing in a cell is ever evaluated.
-
-    Args:
-        content: the bytes.
-        name: of the file, for messages.
-        max_cells: refuse larger tables.
-
-    Returns:
-        The table; lines without anything are left out, a column without a name is called by its place.
+    declared by a line such as `sep=;`, as for Excel; quotes as in RFC 4180. Nothing in a cell is ever evaluated. Lines
+    without anything are left out, and a column without a name is called by its place. Messages name the file.
 
     Raises:
         DataError: the bytes are no such file.
@@ -149,14 +133,14 @@ def _reader(text: str, delimiter: str) -> Any:
 
 
 def _filled(reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """Rows that are not blank, each with the line it ends in."""
+    """Yield the line that each row ends in and its cells, without blank rows."""
     for cells in reader:
         if len(cells) > 1 or any(cell.strip() for cell in cells):
             yield reader.line_num, cells
 
 
 def _delimiter(text: str) -> str:
-    """The one by which most of the first records are as wide as the header, then the one that makes it widest."""
+    """Return the delimiter by which most of the first records are as wide as the header, and that makes it widest."""
 
     def score(delimiter: str) -> tuple[bool, float, int]:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,12 +32,7 @@ _COUNTS = "it only counts the rows"
 
 
 class Unusual(NamedTuple):
-    """Cells of a column that tell a model less than it expects.
-
-    Args:
-        cells: how many.
-        what: they are, and what becomes of them.
-    """
+    """How many cells of a column tell a model less than it expects, and what they are and count as."""
 
     cells: int
     what: str
@@ -47,11 +42,7 @@ class Unusual(NamedTuple):
 class Numeric:
     """A column of numbers: (x − mean)/scale, 0 where missing; with an indicator, 1 where missing.
 
-    Args:
-        name: of the column.
-        mean: over the rows it was learnt from.
-        scale: standard deviation over them, 1 if they are all alike, but for rounding.
-        indicator: whether some of them were missing.
+    Mean and standard deviation are over the rows it was learnt from, of which some were missing if it has an indicator.
     """
 
     name: str
@@ -66,14 +57,14 @@ class Numeric:
         return 1 + self.indicator
 
     def encode(self, cells: Sequence[str]) -> Array:
-        """(n,) cells → (n, 1 or 2)."""
+        """Return cells (n,) as numbers (n, 1 or 2)."""
         values = numbers(cells)
         lost = np.isnan(values)
         scaled = np.where(lost, 0.0, (values - self.mean) / self.scale)
         return np.stack([scaled, lost.astype(np.float64)], 1) if self.indicator else scaled[:, None]
 
     def unusual(self, cells: Sequence[str]) -> Unusual:
-        """Cells that are neither numbers nor missing; missing ones too if there were none when it was learnt."""
+        """Count cells that are neither numbers nor missing; missing ones too if there were none when it was learnt."""
         odd = _odd(cells, numbers(cells))
         missing = 0 if self.indicator else sum(map(is_no_number, cells))
         words = [*["missing"] * bool(missing), *[f"no numbers, such as {short(odd[0])}," for _ in odd[:1]]]
@@ -82,12 +73,7 @@ class Numeric:
 
 @dataclass(frozen=True)
 class Categorical:
-    """A column of words: a 0/1 column for each level, and one for all others and for missing ones.
-
-    Args:
-        name: of the column.
-        levels: the words, most frequent first.
-    """
+    """A column of words: a 0/1 column for each level, most frequent first, and one for all others and missing ones."""
 
     name: str
     levels: tuple[str, ...]
@@ -99,13 +85,13 @@ class Categorical:
         return len(self.levels) + 1
 
     def encode(self, cells: Sequence[str]) -> Array:
-        """(n,) cells → (n, levels + 1)."""
+        """Return cells (n,) as numbers (n, levels + 1)."""
         place = {level: k for k, level in enumerate(self.levels)}
         picked = np.fromiter((place.get(cell, len(place)) for cell in cells), dtype=np.int64, count=len(cells))
         return np.eye(self.features)[picked]
 
     def unusual(self, cells: Sequence[str]) -> Unusual:
-        """Cells of no known level."""
+        """Count cells of no known level."""
         known = set(self.levels)
         strange = [cell for cell in cells if cell not in known]
         words = (f", such as {short(cell)}" for cell in strange if not is_missing(cell))
@@ -117,13 +103,7 @@ Column = Numeric | Categorical
 
 @dataclass(frozen=True)
 class Schema:
-    """How the inputs of a model are made from a table.
-
-    Args:
-        columns: in the order of the features.
-        dropped: name → why it is not used.
-        notes: name → what one should know about a column that is used.
-    """
+    """Columns in the order of the features, names of dropped ones with the reason, and notes on some that are used."""
 
     columns: tuple[Column, ...]
     dropped: dict[str, str]
@@ -135,10 +115,7 @@ class Schema:
         return sum(column.features for column in self.columns)
 
     def encode(self, table: Table) -> Array:
-        """Inputs of the model, (n, D).
-
-        Args:
-            table: with the same columns, in any order; others are not looked at.
+        """Return the inputs of the model, (n, D), from a table with the same columns in any order.
 
         Raises:
             DataError: a column is missing.
@@ -156,22 +133,18 @@ class Schema:
         return inputs
 
     def unusual(self, table: Table) -> dict[str, Unusual]:
-        """Column → cells that it can make little of, where there are any."""
+        """Map columns to unusual cells in them, where there are any."""
         found = {column.name: column.unusual(table.columns[column.name]) for column in self.columns}
         return {name: unusual for name, unusual in found.items() if unusual.cells}
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {**asdict(self), "columns": [asdict(column) for column in self.columns]}
-
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Schema:
-        """From what `to_json` made."""
+        """Return the schema of a dict from `dataclasses.asdict`, with every value checked."""
         return cls(tuple(map(_column, plain["columns"])), dict(plain["dropped"]), dict(plain["notes"]))
 
 
 def counters(table: Table) -> frozenset[str]:
-    """Columns that only count the rows: 1, 2, 3, … in order, from wherever."""
+    """Return the columns that only count the rows: 1, 2, 3, … in order, from wherever."""
     return frozenset(name for name, cells in table.columns.items() if _counts(numbers(cells)))
 
 
@@ -184,9 +157,7 @@ def infer(table: Table, counting: Collection[str] = ()) -> Schema:
     | other text                                                  | `Categorical`, its 30 commonest words |
     | nothing; all the same; 1, 2, 3, … in order; hardly twice the same word | dropped                    |
 
-    Args:
-        table: the rows to learn from, without the target.
-        counting: `counters` of the whole file, if these are some of its rows: the gaps between them would hide it.
+    `counting` are the `counters` of the whole file, if these are some of its rows: the gaps between them would hide it.
 
     Raises:
         DataError: no column is left, or they become too many numbers.
@@ -203,15 +174,15 @@ def infer(table: Table, counting: Collection[str] = ()) -> Schema:
     dropped: dict[str, str] = {}
     notes: dict[str, str] = {}
     for name, cells in table.columns.items():
-        found, told = (None, _COUNTS) if name in counting else _judged(name, cells)
-        if found is None:
-            dropped[name] = told
+        column, note = (None, _COUNTS) if name in counting else _column_of(name, cells)
+        if column is None:
+            dropped[name] = note
         else:
-            columns.append(found)
-            notes |= {name: told} if told else {}
+            columns.append(column)
+            notes |= {name: note} if note else {}
     if not columns:
-        told = "; ".join(f"{name!r}: {why}" for name, why in list(dropped.items())[:5])
-        raise DataError(f"there is no column to learn from. {told}".rstrip())
+        reasons = "; ".join(f"{name!r}: {why}" for name, why in list(dropped.items())[:5])
+        raise DataError(f"there is no column to learn from. {reasons}".rstrip())
     schema = Schema(tuple(columns), dropped, notes)
     if schema.features > MAX_FEATURES:
         raise DataError(
@@ -221,8 +192,8 @@ def infer(table: Table, counting: Collection[str] = ()) -> Schema:
     return schema
 
 
-def _judged(name: str, cells: Sequence[str]) -> tuple[Column | None, str]:
-    """The column and a note on it, or None and why it is dropped."""
+def _column_of(name: str, cells: Sequence[str]) -> tuple[Column | None, str]:
+    """Return the column and a note on it, or None and why it is dropped."""
     present = [cell for cell in cells if not is_missing(cell)]
     counts = Counter(present)
     if not present:
@@ -237,20 +208,19 @@ def _judged(name: str, cells: Sequence[str]) -> tuple[Column | None, str]:
     mixed = _mixed(len(known), odd)
     if len(counts) > max(_FEW, _IDS * len(cells)):
         return None, f"it has {len(counts)} different words in {len(cells)} rows{mixed or advice((odd or present)[0])}"
-    levels = tuple(level for level, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:MAX_LEVELS])
+    levels = tuple(sorted(counts, key=lambda level: (-counts[level], level))[:MAX_LEVELS])
     rest = len(counts) - len(levels)
-    return Categorical(name, levels), (f"{rest} rarer levels are taken together" * bool(rest) + mixed).removeprefix(
-        "; "
-    )
+    note = f"{rest} rarer levels are taken together{mixed}" if rest else mixed.removeprefix("; ")
+    return Categorical(name, levels), note
 
 
 def _odd(cells: Sequence[str], values: Array) -> list[str]:
-    """Cells that are neither numbers nor say that there is none; `values` are the numbers in them."""
+    """Return cells that are neither numbers nor say that there is none; `values` are the numbers in them."""
     return [cells[k] for k in np.flatnonzero(np.isnan(values)).tolist() if not is_no_number(cells[k])]
 
 
 def _mixed(known: int, odd: Sequence[str]) -> str:
-    """What to do with a column that is words by its minority."""
+    """Say what to do with a column whose words are a minority beside numbers."""
     if not odd or known < _MOST * (known + len(odd)):
         return ""
     share = round(100 * known / (known + len(odd)))

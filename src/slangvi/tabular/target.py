@@ -1,11 +1,11 @@
-"""The column that is predicted: classes or numbers, and how its rows are held out."""
+"""The column that is predicted: classes or numbers, and which of its rows are held out."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -28,14 +28,7 @@ TASKS = ("classification", "regression")
 
 @dataclass(frozen=True)
 class Target:
-    """What is predicted.
-
-    Args:
-        name: of the column.
-        task: "classification" or "regression".
-        why: how the task was found.
-        classes: labels in order; none for a regression.
-    """
+    """The name of the column, the task and how it was found, and labels in order, of which a regression has none."""
 
     name: str
     task: str
@@ -44,11 +37,11 @@ class Target:
 
     @property
     def outputs(self) -> int:
-        """C: one number, or a logit for each class."""
+        """C, one number or a logit for each class."""
         return len(self.classes) or 1
 
     def encode(self, table: Table) -> NDArray[Any]:
-        """Numbers, or places of labels in `classes`, (n,).
+        """Return numbers, or places of labels in `classes`, (n,).
 
         Raises:
             DataError: a cell is neither.
@@ -66,32 +59,20 @@ class Target:
                 )
         return np.array(values, dtype=np.float64)
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {**asdict(self), "classes": list(self.classes)}
-
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Target:
-        """From what `to_json` made."""
+        """Return the target of a dict from `dataclasses.asdict`, with every value checked."""
         if plain["task"] not in TASKS:
             raise ValueError(f"unknown task {plain['task']!r}")
         return cls(str(plain["name"]), plain["task"], str(plain["why"]), tuple(map(str, plain["classes"])))
 
 
 def find_target(table: Table, name: str, task: str | None = None) -> tuple[Target, Table]:
-    r"""Decide what kind of prediction this is.
+    r"""Return the target with its task, and the table without the rows whose target is missing.
 
     Text, two different values, or at most ten different whole numbers are classes; other numbers are a regression.
-    Beside words, `none` or `unknown` are classes too; beside numbers they say that the target is missing.
-
-    Args:
-        table: all rows.
-        name: of the target's column.
-        task: "classification" or "regression" overrides what would be found.
-
-    Returns:
-        The target, and the table without the rows whose target is missing. Labels that are the same number, such as 1
-        and 1.0, are one class there.
+    Beside words, `none` or `unknown` are classes too; beside numbers they say that the target is missing. Labels that
+    are the same number, such as 1 and 1.0, are one class. A given task overrides what would be found.
 
     Raises:
         DataError: there is no such column, or nothing in it to tell apart.
@@ -104,8 +85,8 @@ def find_target(table: Table, name: str, task: str | None = None) -> tuple[Targe
     if name not in table.columns:
         near = ", ".join(map(repr, list(table.columns)[:20]))
         raise DataError(f"there is no column {name!r} for --target. Columns are {near}.")
-    rows = table.take(_told(table.columns[name]))
-    spelt = _spelt(rows.columns[name])
+    rows = table.take(_known(table.columns[name]))
+    spelt = _common_spellings(rows.columns[name])
     labels = set(spelt.values())
     if len(labels) < 2:
         raise DataError(f"the target {name!r} has {len(labels)} different values. There is nothing to predict.")
@@ -119,17 +100,16 @@ def find_target(table: Table, name: str, task: str | None = None) -> tuple[Targe
             "Use --task regression if they are numbers."
         )
     cells = [spelt[cell] for cell in rows.columns[name]]
-    return Target(name, task, why, tuple(sorted(labels, key=_rank))), Table({**rows.columns, name: cells}, rows.lines)
+
+    def rank(label: str) -> tuple[bool, float, str]:  # numbers by their size, then text
+        value = number_of(label)
+        return value is None, value or 0.0, label
+
+    return Target(name, task, why, tuple(sorted(labels, key=rank))), Table({**rows.columns, name: cells}, rows.lines)
 
 
 def held_out(target: Target, values: NDArray[Any], seed: int, share: float = 0.2) -> tuple[Ints, Ints]:
-    """Rows to train on and rows to hold out, in the order of the file; of every class the same share is held out.
-
-    Args:
-        target: what is predicted.
-        values: as `target.encode` gives them, (n,).
-        seed: the same rows for the same seed.
-        share: of the rows that is held out.
+    """Return rows to train on and rows to hold out, in the order of the file; of every class the same share.
 
     Raises:
         DataError: too few rows.
@@ -150,11 +130,11 @@ def held_out(target: Target, values: NDArray[Any], seed: int, share: float = 0.2
     return np.setdiff1d(np.arange(len(values)), held), held
 
 
-def _told(cells: Sequence[str]) -> list[int]:
-    """Places of the cells that tell a target.
+def _known(cells: Sequence[str]) -> list[int]:
+    """Return the places of cells that are not missing.
 
     Example:
-        >>> _told(["none", "mild", "", "NA"]), _told(["none", "1.5", "", "NA"])
+        >>> _known(["none", "mild", "", "NA"]), _known(["none", "1.5", "", "NA"])
         ([0, 1], [1])
     """
     words = any(number_of(cell) is None and not is_no_number(cell) for cell in cells)
@@ -163,6 +143,7 @@ def _told(cells: Sequence[str]) -> list[int]:
 
 
 def _guess(name: str, labels: list[str]) -> tuple[str, str]:
+    """Return the task that labels are for, and the reason."""
     values = [number_of(label) for label in labels]
     if None in values:
         text = [label for label, value in zip(labels, values, strict=True) if value is None]
@@ -175,11 +156,11 @@ def _guess(name: str, labels: list[str]) -> tuple[str, str]:
     return "regression", f"{name!r} holds numbers, {len(values)} different ones"
 
 
-def _spelt(cells: Sequence[str]) -> dict[str, str]:
-    """Label → the commonest one that is the same number: 1.0 may be another word for 1, but 01 is a code.
+def _common_spellings(cells: Sequence[str]) -> dict[str, str]:
+    """Map labels to the commonest one that is the same number: 1.0 may be another word for 1, but 01 is a code.
 
     Example:
-        >>> _spelt(["1", "1.0", "1", "01", "a"])
+        >>> _common_spellings(["1", "1.0", "1", "01", "a"])
         {'1': '1', '1.0': '1', '01': '01', 'a': 'a'}
     """
     commonest: dict[Decimal | str, str] = {}
@@ -188,9 +169,3 @@ def _spelt(cells: Sequence[str]) -> dict[str, str]:
         key = Decimal(cell) if _PLAIN.fullmatch(cell) else cell
         spelt[cell] = commonest.setdefault(key, cell)
     return spelt
-
-
-def _rank(label: str) -> tuple[bool, float, str]:
-    """Numbers by their size, then text."""
-    value = number_of(label)
-    return value is None, value or 0.0, label
