@@ -88,7 +88,8 @@ class FakeRun:
                 options: dict[str, Any] = {"in_place": is_optimizer, "projection": self.settings.projection}
                 new, info = slang.update(state, gradients, num_data=1, prior=prior, lr=Rate(0.1), **options)
                 step_length(before, new, prior, 0.1, 0.9)
-            formed = {name: value for name, value in vars(gradients).items() if name not in ("blocks", "groups")}
+            factors = {"blocks", "groups", "_plan"}
+            formed = {name: value for name, value in vars(gradients).items() if name not in factors}
             memory.label(tensors_in(formed), "rows", of=UPDATE[1])  # for both passes over the segments
         memory.label([] if is_optimizer else new.tensors, "next_state")
         del kept, gradients, state, before

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Self
 
 import torch
@@ -274,12 +274,14 @@ class Patches(Block):
         source: x, (R/S, ...); draws of the weights may share it.
         width: I.
         open: some rows of x → as many of a, (..., G, T, I).
+        kept: holds the patches of all rows once they were made, for every part of the tensor.
     """
 
     left: Tensor
     source: Tensor
     width: int
     open: Callable[[Tensor], Tensor]
+    kept: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.num_rows, groups, _, outputs = self.left.shape
@@ -308,17 +310,17 @@ class Patches(Block):
         """Return the patches of some rows of x; those of all rows are kept where they are few."""
         groups, positions = self.left.shape[1:3]
         size = len(self.source) * groups * positions * self.width * self.left.element_size()
-        return self._all_opened[part] if size <= KEPT_BYTES else self.open(self.source[part])
-
-    @cached_property
-    def _all_opened(self) -> Tensor:
-        return self.open(self.source)
+        if size > KEPT_BYTES:
+            return self.open(self.source[part])
+        if "patches" not in self.kept:
+            self.kept["patches"] = self.open(self.source)
+        return self.kept["patches"][part]
 
     def narrow(self, start: int, stop: int) -> Patches:
         """Return some outputs."""
         if (start, stop) == (0, self.num_params):
             return self
-        return replace(self, left=self.left[..., start // self.width : stop // self.width])
+        return self._with_left(self.left[..., start // self.width : stop // self.width])
 
     def to_dtype(self, dtype: torch.dtype) -> Patches:
         """Return the factors in another dtype."""
@@ -326,7 +328,12 @@ class Patches(Block):
 
     def scaled(self, factor: float) -> Patches:
         """Return the gradients times a number."""
-        return replace(self, left=self.left * factor)
+        return self._with_left(self.left * factor)
+
+    def _with_left(self, left: Tensor) -> Patches:
+        other = replace(self, left=left)
+        other.kept = self.kept
+        return other
 
 
 @dataclass(eq=False)

@@ -117,7 +117,7 @@ def describe(thing: Any, tensors: dict[Any, Tensor]) -> Any:
     if isinstance(thing, dict):
         return tuple((name, describe(each, tensors)) for name, each in thing.items())
     if is_dataclass(thing):
-        return type(thing).__name__, *(describe(getattr(thing, item.name), tensors) for item in fields(thing))
+        return type(thing).__name__, *(describe(getattr(thing, item), tensors) for item in _arguments(thing))
     return repr(thing) if not callable(thing) else repr(getattr(thing, "keywords", thing))
 
 
@@ -130,5 +130,10 @@ def rebuild(thing: Any, places: dict[Any, Tensor] | None) -> Any:
     if isinstance(thing, dict):
         return {name: rebuild(each, places) for name, each in thing.items()}
     if is_dataclass(thing) and not isinstance(thing, type):
-        return replace(thing, **{item.name: rebuild(getattr(thing, item.name), places) for item in fields(thing)})
+        return replace(thing, **{item: rebuild(getattr(thing, item), places) for item in _arguments(thing)})
     return thing
+
+
+def _arguments(thing: Any) -> list[str]:
+    """Return the fields a dataclass is made from, without what it keeps for later."""
+    return [item.name for item in fields(thing) if item.init]
