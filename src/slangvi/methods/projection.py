@@ -153,13 +153,13 @@ class LeadingEigenvectors:
                 sums[-1][2].add_(small)
             else:
                 sums.append((part.precision_lr, part.gain, small))
-        height = self.height if self.route == "gram" else 1
+        height = self.height
         for beta, new_share, small in sums:
-            keep, gain = _matrix(1 - beta), _matrix(new_share)
-            if self.route != "gram":
-                small[..., :height] *= gain
-                small[..., height:] *= keep
+            if self.route != "gram":  # ΣG² and ΣU²
+                small[..., :1] *= new_share
+                small[..., 1:] *= 1 - beta
                 continue
+            keep, gain = _matrix(1 - beta), _matrix(new_share)
             small[..., :height, :height] *= gain
             small[..., height:, height:] *= keep
             small[..., :height, height:] *= (keep * gain) ** 0.5

@@ -31,12 +31,17 @@ class Mirror:
         self._places: list[int] = []
         self._look()
 
+    @property
+    def device(self) -> torch.device:
+        """The device that the parameters are on now."""
+        return self.params[0].device
+
     def _look(self) -> None:
         """Remember where the parameters are, and their versions, by which writes of others are noticed."""
         self._versions = [param._version for param in self.params]
         places = [param.data_ptr() for param in self.params]
         if places != self._places:
-            self._places, self.device = places, self.params[0].device
+            self._places = places
             self._is_flat = all(param.is_contiguous() for param in self.params)
             self._vectors = [param.detach().view(-1) for param in self.params] if self._is_flat else []
 
