@@ -18,8 +18,9 @@ class Routes:
         layers: "auto" forms the gradients of a layer or keeps them as factors, whichever counts fewer operations and
             fits `form_bytes`; "form" and "factor" insist. A dict of parameter names or globs to these words chooses by
             parameter.
-        spectrum: "auto" forms the Gram matrix of all rows or applies it to a few vectors, whichever counts fewer
-            operations; "gram" and "randomized" insist.
+        spectrum: "auto" decomposes the Gram matrix of all rows in full where it is small, that of the parameters where
+            that is smaller, and iterates where they are large; "gram" always decomposes the Gram matrix in full,
+            "randomized" never takes that of the parameters.
         form_bytes: largest tensor of formed gradients; more columns are formed piece by piece, twice a step. None takes
             256 MB, or a quarter of what the state takes if that is more.
         chunk_bytes: largest temporary of a product.

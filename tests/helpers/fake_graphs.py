@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.fake_cuda import Tape
 from slangvi.methods.compiled import capture, loop, pure
@@ -43,8 +44,15 @@ def record_tape(graph: TapedGraph, stream: object = None) -> Iterator[None]:
         TapedGraph.capturing = False
 
 
+class Unwritten(TorchDispatchMode):
+    """Operations as a tape sees them: with any mode, torch writes views of vmapped tensors in another way."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture
-def taped(monkeypatch: pytest.MonkeyPatch) -> list[TapedGraph]:
+def taped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TapedGraph]]:
     """Steps with compile=True are captured and replayed on the CPU; returns the graphs that were made."""
     monkeypatch.setattr(TapedGraph, "made", [])
     stream = SimpleNamespace(wait_stream=lambda other: None)
@@ -63,4 +71,5 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> list[TapedGraph]:
     for module in (loop, pure):
         monkeypatch.setattr(module, "has_graphs", lambda device: True)
     capture._stream.cache_clear()
-    return TapedGraph.made
+    with Unwritten():
+        yield TapedGraph.made

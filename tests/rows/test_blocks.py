@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.captured_gradients import products_of
 from slangvi.live_bytes import LiveBytes
@@ -233,37 +232,6 @@ def test_only_some_patches_are_open_at_a_time(monkeypatch):
     assert memory.peak < 8 * 6 * 30 * 40 / 2
 
 
-@pytest.mark.parametrize("make", [lambda: outer(6, O=5, I=4), lambda: outer(6, O=5, I=4, S=3), lambda: table(6)])
-def test_costs_are_what_is_multiplied(make):
-    """Tables touch every entry once for a column; only their Gram is a product of matrices."""
-    block = make()
-    gram, column = block.costs
-    weights, columns = randn(block.num_rows, 1), randn(1, block.num_params)
-    onto = torch.zeros(1, block.num_params, dtype=torch.float64)
-    assert multiplications(block.gram) == gram
-    if isinstance(block, Outer):
-        assert multiplications(lambda: block.mm(columns)) == column - block.num_rows * block.left.shape[3]
-        assert multiplications(lambda: block.add_t_mm(weights, onto)) == column - block.num_rows * block.left.shape[3]
-
-
-class Multiplications(TorchDispatchMode):
-    """Counts those of matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("mm", "bmm", "addmm_", "baddbmm_"):
-            self.count += out.numel() * args[-1].shape[-2]
-        return out
-
-
-def multiplications(work: Callable[[], object]) -> int:
-    with Multiplications() as seen:
-        work()
-    return seen.count
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_products_with_no_columns_are_empty(name):
     block = KINDS[name](4, 1, 2, 3, 2, 1)
@@ -427,9 +395,29 @@ def test_the_transposed_weight_has_transposed_gradients_in_the_same_memory(T):
     torch.testing.assert_close(swapped.transposed().form(), block.form())
 
 
-@pytest.mark.parametrize("block", [outer(6, S=3), outer(6, G=2), outer(6, G=2, T=3, S=2)])
-def test_groups_and_shared_inputs_have_no_transposed_factors(block):
+@pytest.mark.parametrize("T", [1, 3])
+def test_each_group_of_a_weight_is_transposed(T):
+    block = outer(6, G=2, T=T, O=4, I=5)
+    torch.testing.assert_close(block.transposed().form(), block.form().view(6, 2, 4, 5).mT.flatten(1))
+
+
+@pytest.mark.parametrize("block", [outer(6, S=3), outer(6, G=2, T=3, S=2)])
+def test_shared_inputs_have_no_transposed_factors(block):
     assert block.transposed() is None
+
+
+# ---- draws of a tensor side by side
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("groups", [1, 2, 4], ids="{} groups".format)
+@pytest.mark.parametrize("outputs", [1, 4], ids="{} outputs".format)
+def test_rows_of_draws_side_by_side_are_rows_of_each(name, groups, outputs):
+    block, draws = KINDS[name](3, groups, 2, outputs, 4, 1), 2
+    split = block.split_draws(draws)
+    assert (split.num_rows, split.num_params) == (6, block.num_params // 2)
+    torch.testing.assert_close(split.form(), torch.cat(block.form().chunk(draws, 1)))
+    assert_products(split, split.form())
 
 
 @pytest.mark.parametrize("T", [1, 3])

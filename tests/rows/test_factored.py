@@ -153,15 +153,6 @@ def test_rows_that_are_all_formed_lie_in_one_tensor():
     assert segment.columns == slice(0, 8)
 
 
-@pytest.mark.parametrize("layers", ["auto", "form", "factor"])
-def test_costs_are_the_sums_of_the_blocks_as_they_are_used(layers):
-    gradients = operator(Routes(layers=layers))
-    as_used = [Formed(b.form()) if gradients.is_formed[name] else b for name, b in gradients.blocks.items()]
-    counts = [block.costs for block in as_used]
-    assert gradients.costs == (sum(gram for gram, _ in counts), sum(column for _, column in counts))
-    assert "unused" not in gradients.blocks
-
-
 # ---- segments
 
 SIZES = st.sampled_from([0, 1, COLUMN, 3 * COLUMN, 7 * COLUMN, 20 * COLUMN, 60 * COLUMN, 1 << 28])
@@ -364,7 +355,6 @@ def test_a_parameter_that_only_chosen_rows_miss_has_as_many_zero_rows():
 
 def test_no_gradient_at_all_is_zero():
     gradients = FactoredGradients(SPEC, [RowGroup(3, {})], randn(1))
-    assert gradients.costs == (0, 0)
     assert_products(gradients, torch.zeros(3, SPEC.num_params, dtype=torch.float64), ENDS)
 
 

@@ -1,16 +1,15 @@
-r"""Leading eigenvectors of small positive semi-definite matrices, in two ways.
+"""Leading eigenvectors of small positive semi-definite matrices, in two ways.
 
-`decompose` is the dense eigendecomposition. `iterate` is a subspace iteration for matrices of many rows, X ←
+`decompose` is the dense eigendecomposition. `iterate` is a randomised subspace iteration for matrices of many rows, X ←
 orthonormalise(KX) followed by Rayleigh–Ritz, which starts from the previous factor: one step of SLANG moves K by a
 share β only. After k products the angle to the leading L vectors has shrunk by (λ_{b+1}/λ_L)^k, where b is the number
-of columns of X. K may be a matrix or a function that applies one.
+of columns of X. `advance` and `ritz` are the two halves of one round, before and after the wait for a GPU.
 
 All of this is in float64, for single matrices and batches of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,14 +23,15 @@ __all__ = [
     "SMALL",
     "TOLERANCE",
     "Eigenpairs",
+    "Subspace",
+    "advance",
     "decompose",
     "iterate",
     "iteration_pays",
     "leading_eigenpairs",
-    "project",
+    "ritz",
+    "starting_block",
 ]
-
-Apply = Callable[[Tensor], Tensor]
 
 # Residual allowed relative to the largest eigenvalue, by the dtype of what the matrix was made from: far below what its
 # rounding promises there, far above the rounding of the iteration.
@@ -62,6 +62,20 @@ class Eigenpairs(NamedTuple):
     residual: Tensor
 
 
+class Subspace(NamedTuple):
+    """Columns that nearly span the leading space of K.
+
+    Args:
+        block: X, (..., n, b), orthonormal but for columns that are zero.
+        image: KX, (..., n, b).
+        small: XᵀKX and (KX)ᵀKX, all that `ritz` has to know, (..., 2, b, b).
+    """
+
+    block: Tensor
+    image: Tensor
+    small: Tensor
+
+
 def leading_eigenpairs(matrix: Tensor, count: int, tolerance: float = 0.0, start: Tensor | None = None) -> Eigenpairs:
     """Return the `count` largest eigenvalues and their vectors of symmetric positive semi-definite matrices.
 
@@ -81,7 +95,7 @@ def leading_eigenpairs(matrix: Tensor, count: int, tolerance: float = 0.0, start
         return Eigenpairs(none[..., 0, :], none, none.sum((-2, -1)))
     if tolerance <= 0.0 or not iteration_pays(matrix.shape[-1], count):
         return decompose(matrix, count)
-    found, done = iterate(matrix.__matmul__, starting_block(matrix, count, start), count, tolerance)
+    found, done = iterate(matrix, advance(matrix, starting_block(matrix, count, start)), count, tolerance)
     if not bool(done.all()):
         if matrix.ndim == 2:
             return decompose(matrix, count)
@@ -144,27 +158,58 @@ def _random_block(size: int, count: int, device: torch.device) -> Tensor:
     return torch.randn(size, count, generator=source, **here).div_(size**0.5).to(device)  # type: ignore[call-overload, no-any-return]
 
 
-def iterate(apply: Apply, block: Tensor, count: int, tolerance: float) -> tuple[Eigenpairs, Tensor]:
+def advance(matrix: Tensor, block: Tensor) -> Subspace:
+    """Return the columns after some products with K; nothing waits for a GPU.
+
+    Args:
+        matrix: K, (..., n, n).
+        block: X to start from, (..., n, b).
+    """
+    for k in range(PRODUCTS - 1):
+        block = orthonormalize(matrix @ block, passes=1 if k < PRODUCTS - 2 else 2)
+    image = matrix @ block
+    return Subspace(block, image, torch.stack([block.mT @ image, image.mT @ image], -3))
+
+
+def ritz(space: Subspace, count: int, small: Tensor | None = None) -> Eigenpairs:
+    """Return the leading pairs of K restricted to the span of X (Rayleigh–Ritz).
+
+    Args:
+        space: the columns.
+        count: L.
+        small: `space.small` as fetched from a GPU, where residuals below 1e-8 are rounding; None waits for the GPU.
+    """
+    device, (inner, squares) = space.block.device, (space.small if small is None else small).unbind(-3)
+    values, turned = eigh(0.5 * (inner + inner.mT))
+    values, turned = values[..., -count:].flip(-1), turned[..., -count:].flip(-1)
+    vectors = space.block @ turned.to(device)
+    if small is None:
+        left = (space.image @ turned - vectors * values.unsqueeze(-2)).square().sum(-2)
+    else:  # ‖KXt‖² − θ²
+        left = (turned * (squares @ turned)).sum(-2) - values.square()
+    values = values.clamp_min(0.0)
+    residual = left.clamp_min(0.0).amax(-1).sqrt() / values[..., 0].clamp_min(torch.finfo(torch.float64).tiny)
+    return Eigenpairs(values, vectors, residual)
+
+
+def iterate(matrix: Tensor, space: Subspace, count: int, tolerance: float) -> tuple[Eigenpairs, Tensor]:
     """Return the leading pairs that subspace iteration finds, and whether each matrix has reached the tolerance.
 
     Args:
-        apply: X ↦ KX.
-        block: X to start from, (..., n, b).
+        matrix: K, (..., n, n).
+        space: what `advance` has made of the start.
         count: L.
         tolerance: allowed residual relative to the largest eigenvalue.
     """
-    found: Eigenpairs | None = None
-    done = torch.zeros(block.shape[:-2], dtype=torch.bool, device=block.device)
-    for _ in range(MOST_LOOKS):
-        for k in range(PRODUCTS - 1):
-            block = orthonormalize(apply(block), passes=1 if k < PRODUCTS - 2 else 2)
-        new, block = project(apply(block), block, count)
-        # What was good enough before stays as it was: no matrix depends on others that it is in a batch with.
-        found = new if found is None else _keep_done(found, new, done)
-        done = found.residual <= tolerance
+    found = ritz(space, count)
+    done = found.residual <= tolerance
+    for _ in range(MOST_LOOKS - 1):
         if bool(done.all()):
             break
-    assert found is not None
+        space = advance(matrix, space.image)
+        # What was good enough before stays as it was: no matrix depends on others that it is in a batch with.
+        found = _keep_done(found, ritz(space, count), done)
+        done = found.residual <= tolerance
     return found, done
 
 
@@ -175,42 +220,18 @@ def _keep_done(old: Eigenpairs, new: Eigenpairs, done: Tensor) -> Eigenpairs:
     return Eigenpairs(values, vectors, torch.where(done, old.residual, new.residual))
 
 
-def project(image: Tensor, block: Tensor, count: int) -> tuple[Eigenpairs, Tensor]:
-    """Return the leading pairs of K restricted to the span of X (Rayleigh–Ritz), and KX for the next product.
-
-    Args:
-        image: KX, (..., n, b).
-        block: X, (..., n, b), orthonormal but for columns that are zero.
-        count: L.
-    """
-    small = block.mT @ image
-    values, turned = eigh(0.5 * (small + small.mT))
-    values, turned = values[..., -count:].flip(-1), turned[..., -count:].flip(-1)
-    vectors = block @ turned
-    left = torch.linalg.vector_norm(image @ turned - vectors * values.unsqueeze(-2), dim=-2).amax(-1)
-    values = values.clamp_min(0.0)
-    return Eigenpairs(values, vectors, left / values[..., 0].clamp_min(torch.finfo(torch.float64).tiny)), image
-
-
 def orthonormalize(block: Tensor, passes: int = 2) -> Tensor:
     """Return orthonormal columns with the same span; columns without content of their own are zero or rounding.
 
     The second pass repairs what the shift of the first has cost.
     """
+    tiny, eps = torch.finfo(block.dtype).tiny, torch.finfo(block.dtype).eps
     for _ in range(passes):
         gram = block.mT @ block
-        with one_thread() if _is_small(gram) else nullcontext():
-            turn = _whitening(gram.cpu() if _is_small(gram) else gram)
-        block = block @ turn.to(gram.device)
+        shrink = gram.diagonal(dim1=-2, dim2=-1).clamp_min(tiny).rsqrt()
+        unit = gram * shrink.unsqueeze(-1) * shrink.unsqueeze(-2)
+        unit.diagonal(dim1=-2, dim2=-1).add_(16 * gram.shape[-1] * eps)
+        with nullcontext() if gram.is_cuda or gram.ndim > 2 else one_thread():
+            lower = torch.linalg.cholesky_ex(unit).L
+        block = torch.linalg.solve_triangular(lower.mT, block * shrink.unsqueeze(-2), upper=True, left=False)
     return block
-
-
-def _whitening(gram: Tensor) -> Tensor:
-    """Return T with XT orthonormal for columns X with a given Gram, (..., b, b)."""
-    tiny, eps = torch.finfo(gram.dtype).tiny, torch.finfo(gram.dtype).eps
-    shrink = gram.diagonal(dim1=-2, dim2=-1).clamp_min(tiny).rsqrt()
-    unit = gram * shrink.unsqueeze(-1) * shrink.unsqueeze(-2)
-    unit.diagonal(dim1=-2, dim2=-1).add_(16 * gram.shape[-1] * eps)
-    lower, eye = torch.linalg.cholesky_ex(unit).L, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    inverse: Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
-    return inverse.mT * shrink.unsqueeze(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 from slangvi.errors import NumericalError
 from slangvi.methods.step import GRADIENT_REMEDY
-from slangvi.params import ParamSpec
+from slangvi.params import Params, ParamSpec
 from slangvi.rows import FactoredGradients, Plans, RowGroup, per_example_gradients, record, watch_outputs
-from slangvi.rows.dense import Together, batch_size, draws_at_once
+from slangvi.rows.dense import Together, batch_size, bytes_of, draws_at_once
 from slangvi.rows.operator import GradientOperator
 from slangvi.rows.recorder import check_modules
 from slangvi.settings import FunctionalSettings, LogLikelihood
@@ -31,6 +32,8 @@ __all__ = [
     "sum_gatherer",
 ]
 
+# Bytes up to which draws share a pass, and what it holds of an example in units of it: a guess, as layers are not seen.
+SHARED_BYTES, ACTIVATIONS = 1 << 26, 8
 # (layout, draws (S, P), batch, generator) → operator with R = S·M rows, and the mean log-likelihood over them.
 Gatherer = Callable[[ParamSpec, Tensor, Any, torch.Generator | None], tuple[GradientOperator, float]]
 # (layout, draws (S, P), batch) → Σ_i g_{i,s} for every draw, (S, P), and the log-likelihoods (S, M).
@@ -93,7 +96,7 @@ class RowGatherer:
     def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings) -> None:
         self.log_likelihood, self.routes = log_likelihood, settings.routes_within_limit
         self.curvature_rows = settings.rows_of_pass
-        self.plans = Plans(settings.verify)
+        self.plans, self.together = Plans(settings.verify), Together()
         self.dtypes = dtypes_of(settings.model)
         self.model = settings.model
 
@@ -103,14 +106,35 @@ class RowGatherer:
         """Return the operator with R = S·M rows, or fewer, and the mean log-likelihood over all S·M."""
         if self.model is not None:
             self._check_model(self.model, spec)
-        count, groups, values = batch_size(batch), [], []
+        groups, values = self.groups_at(spec, thetas, batch, generator)
+        return FactoredGradients(spec, groups, thetas.new_empty(0), self.routes), checked_mean(values)
+
+    def groups_at(
+        self, spec: ParamSpec, thetas: Tensor, batch: Any, generator: torch.Generator | None
+    ) -> tuple[list[RowGroup], Tensor]:
+        """Return the rows at draws (S, P), and the log-likelihoods (S, M)."""
+        if self.shares_pass(thetas, batch):
+            gather = partial(self._gather, spec, thetas, batch, None)
+            # While a graph is captured nothing can be tried: steps before have shown what is possible.
+            found = gather() if self.plans.is_frozen else self.together.attempt(gather, thetas.device)
+            if found is not None:
+                return [found[0]], found[1]
+        groups, values, count = [], [], batch_size(batch)
         for theta in thetas:
-            chosen = self.choose(count, thetas.device, generator)
-            group, value = self.gather_one(spec, theta, batch, count, chosen)
+            group, value = self._gather(spec, theta, batch, self._choose(count, thetas.device, generator))
             groups.append(group)
             values.append(value)
-        mean = checked_mean(torch.stack(values))
-        return FactoredGradients(spec, groups, thetas.new_empty(0), self.routes), mean
+        return groups, torch.stack(values)
+
+    def shares_pass(self, thetas: Tensor, batch: Any) -> bool:
+        """Tell whether all draws go through one vmapped pass: all rows of a small problem, slow for its many calls."""
+        count, draws = batch_size(batch), len(thetas)
+        takes_all = self.curvature_rows is None or self.curvature_rows >= count
+        # A dimension of S must not be mistaken for the batch.
+        if not takes_all or draws in (1, count) or self.together.possible is False:
+            return False
+        limit = SHARED_BYTES if self.routes.form_bytes is None else min(SHARED_BYTES, self.routes.form_bytes)
+        return max(thetas.nbytes, draws * ACTIVATIONS * bytes_of(batch)) <= limit
 
     def _check_model(self, model: nn.Module, spec: ParamSpec) -> None:
         """Refuse a model whose examples have no gradients of their own, and parameters that it does not have."""
@@ -121,14 +145,12 @@ class RowGatherer:
                     f"params has {name!r}, which is no parameter of model. Use model.named_parameters() names."
                 )
 
-    def gather_one(
-        self, spec: ParamSpec, theta: Tensor, batch: Any, count: int, chosen: Tensor | None
-    ) -> tuple[RowGroup, Tensor]:
-        """Return the rows at one draw (P,), and the log-likelihoods (M,)."""
-        draw = spec.unflatten(theta.detach())
-        params = {n: x.to(self.dtypes.get(n, x.dtype)).requires_grad_() for n, x in draw.items()}
+    def _gather(self, spec: ParamSpec, theta: Tensor, batch: Any, chosen: Tensor | None) -> tuple[RowGroup, Tensor]:
+        """Return the rows at one draw (P,) and its log-likelihoods (M,), or at several (S, P) and theirs (S, M)."""
+        count, draws = batch_size(batch), theta.shape[:-1].numel()
+        params = self.params_at(spec, theta)
         with torch.enable_grad():
-            values = one_per_example(self.log_likelihood(params, batch), count)
+            values = self.values_at(params, batch, theta.ndim > 1)
             if not values.requires_grad:
                 raise ValueError(
                     "log_likelihood does not depend on params: its result has no gradient. Use params in it."
@@ -142,14 +164,30 @@ class RowGatherer:
                     grads = torch.autograd.grad(values, list(params.values()), ones, allow_unused=True)
             finally:
                 recording.detach()
-        reached = zip(params.values(), grads, strict=True)
-        total = torch.cat([(torch.zeros_like(p) if g is None else g).flatten().to(theta.dtype) for p, g in reached])
+        found = [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads, strict=True)]
+        total = torch.cat([grad.reshape(*theta.shape[:-1], -1).to(theta.dtype) for grad in found], -1)
         blocks = recording.blocks(theta.dtype)
-        if chosen is None:
-            return RowGroup(count, blocks, total), values.detach()
-        return RowGroup(count, blocks, total, num_chosen=len(chosen)), values.detach()
+        if theta.ndim > 1:
+            total, blocks = total.sum(0), {name: block.split_draws(draws) for name, block in blocks.items()}
+        num_chosen = None if chosen is None else len(chosen)
+        return RowGroup(draws * count, blocks, total, num_chosen=num_chosen), values.detach()
 
-    def choose(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor | None:
+    def params_at(self, spec: ParamSpec, theta: Tensor) -> dict[str, Tensor]:
+        """Return the parameters at one draw (P,), or at several (S, P) with S in front, to be differentiated by."""
+        named = spec.unflatten(theta.detach())
+        return {name: x.to(self.dtypes.get(name, x.dtype)).requires_grad_() for name, x in named.items()}
+
+    def values_at(self, params: Params, batch: Any, is_stacked: bool) -> Tensor:
+        """Return the log-likelihoods (M,), or (S, M) for parameters with S in front."""
+        count = batch_size(batch)
+
+        def values(params: Params) -> Tensor:
+            return one_per_example(self.log_likelihood(params, batch), count)
+
+        found: Tensor = torch.func.vmap(values, randomness="different")(params) if is_stacked else values(params)
+        return found
+
+    def _choose(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor | None:
         """Return the examples of a batch whose rows are kept; None for all."""
         if self.curvature_rows is None or self.curvature_rows >= count:
             return None

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from slangvi.linalg.products import batch_matmul, column_squares, gram_float64, mix_rows, rows_dot
 from slangvi.linalg.topk import (
-    OVERSAMPLING,
-    PRODUCTS,
+    SMALL,
     TOLERANCE,
-    Eigenpairs,
+    Subspace,
+    advance,
+    decompose,
     iterate,
     iteration_pays,
     leading_eigenpairs,
+    ritz,
     starting_block,
 )
 from slangvi.rows.operator import GradientOperator, SegmentRows
@@ -30,11 +32,9 @@ from slangvi.rows.operator import GradientOperator, SegmentRows
 __all__ = ["Decision", "FactorAnalysis", "LeadingEigenvectors", "Part", "Projection", "choose_route"]
 
 Number = float | Tensor
-# Rows up to which their Gram is always formed: it takes few operations, though many multiplications.
-MANY_ROWS = 2048
 # Share of (1−β)d + βλ below which d⁺ does not fall in one EM step, where rounding would take all of it.
 LEAST_LEFT = 1e-3
-Route = Literal["gram", "parameters", "applied", "diagonal"]
+Route = Literal["gram", "parameters", "diagonal"]
 
 
 class Part(NamedTuple):
@@ -77,47 +77,47 @@ class Decision(NamedTuple):
     residual: Tensor
 
 
+class Observation(NamedTuple):
+    """What a projection is decided on; it is not finite if a gradient is not.
+
+    Args:
+        small: matrices, float64, few numbers unless they are decomposed where they are.
+        trace: of (1−β)UUᵀ + βĜ, (...).
+    """
+
+    small: Tensor
+    trace: Tensor
+
+
 class Projection(Protocol):
     """One way back to the family."""
 
-    def observe(self, parts: Callable[[], Iterable[Part]]) -> Tensor:
-        """Return what is to be decided on, a small float64 matrix; it is not finite if a gradient is not."""
+    def observe(self, parts: Callable[[], Iterable[Part]]) -> Observation:
+        """Return sums over all parts."""
 
-    def trace(self, small: Tensor) -> Tensor:
-        """Return the trace of (1−β)UUᵀ + βĜ, (...)."""
-
-    def decide(self, small: Tensor, parts: Callable[[], Iterable[Part]]) -> Decision:
-        """Solve the small problem; the only place that waits for the device."""
+    def decide(self, small: Tensor) -> Decision:
+        """Solve the small problem, wherever it has been brought; the only place that waits for the device."""
 
     def project(self, part: Part, decision: Decision) -> Tensor:
         """Write the new precision of one part; return the sum of what rounding would take from d⁺, (...)."""
 
 
-def choose_route(rank: int, num_params: int, gradients: GradientOperator, dtype: torch.dtype) -> Route:
-    """Return the way to the leading eigenvectors that counts the fewest multiplications.
+def choose_route(rank: int, num_params: int, gradients: GradientOperator) -> Route:
+    """Return the way to the leading eigenvectors.
 
-    gram         the Gram of U and all rows is formed and decomposed
-    applied      it is applied to a few vectors, for thousands of rows in float32
-    parameters   the P×P matrix is smaller than the Gram
-    diagonal     there is no eigenvector to be found at rank 0
+    gram         the Gram of U and all rows
+    parameters   the P×P matrix, where it is smaller than the Gram
+    diagonal     none: there is no eigenvector to be found at rank 0
 
     Args:
         rank: L.
         num_params: P.
         gradients: whose rows are many or few.
-        dtype: of the factor.
     """
     if rank == 0:
         return "diagonal"
-    size, wish = rank + gradients.height, gradients.spectrum_route
-    if num_params < size and wish != "gram":
-        return "parameters"
-    if wish == "gram" or not iteration_pays(size, rank):
-        return "gram"
-    gram, column = gradients.costs
-    applied = 4 * PRODUCTS * (rank + OVERSAMPLING) * column
-    is_less = applied < gram and dtype is torch.float32 and size > MANY_ROWS
-    return "applied" if wish == "randomized" or is_less else "gram"
+    is_narrow = num_params < rank + gradients.height and gradients.spectrum_route == "auto"
+    return "parameters" if is_narrow else "gram"
 
 
 class LeadingEigenvectors:
@@ -134,17 +134,22 @@ class LeadingEigenvectors:
         factor: U by rows, (..., L, P).
         height: R, rows of gradients.
         route: see `choose_route`.
+        is_exact: decompose in full, however many rows there are.
     """
 
-    def __init__(self, factor: Tensor, height: int, route: Route = "gram") -> None:
+    def __init__(self, factor: Tensor, height: int, route: Route = "gram", is_exact: bool = False) -> None:
         self.factor, self.height, self.route = factor, height, route
         self.rank, self.dtype = factor.shape[-2], factor.dtype
+        self.tolerance = 0.0 if is_exact else TOLERANCE.get(self.dtype, 0.0)
+        self._kernel = factor  # K, where its iteration begins before the wait
+        self._space: Subspace | None = None
         self._last: tuple[Number, Tensor, Tensor] | None = None  # β, W, and Wᵀ with the weights of U and the rows
 
-    def observe(self, parts: Callable[[], Iterable[Part]]) -> Tensor:
-        """Return the Gram CCᵀ, or A itself; of a Gram that is not formed the diagonal, as a vector."""
+    def observe(self, parts: Callable[[], Iterable[Part]]) -> Observation:
+        """Return the Gram CCᵀ, or A itself, and its trace; of large ones on a GPU what `ritz` has to know."""
         if self.route == "parameters":
-            return self._whole_matrix(parts())
+            small = self._whole_matrix(parts())
+            return Observation(small, small.diagonal(dim1=-2, dim2=-1).sum(-1))
         # Parts that share β are added up before they are weighted: what is small takes a GPU as long as what is not.
         sums: list[tuple[Number, Number, Tensor]] = []
         for part in parts():
@@ -153,23 +158,35 @@ class LeadingEigenvectors:
                 sums[-1][2].add_(small)
             else:
                 sums.append((part.precision_lr, part.gain, small))
-        height = self.height
         for beta, new_share, small in sums:
-            if self.route != "gram":  # ΣG² and ΣU²
-                small[..., :1] *= new_share
-                small[..., 1:] *= 1 - beta
-                continue
-            keep, gain = _matrix(1 - beta), _matrix(new_share)
-            small[..., :height, :height] *= gain
-            small[..., height:, height:] *= keep
-            small[..., :height, height:] *= (keep * gain) ** 0.5
-            small[..., height:, :height] *= (keep * gain) ** 0.5
-        return sums[0][2] if len(sums) == 1 else torch.stack([small for _, _, small in sums]).sum(0)
+            self._weigh(small, 1 - beta, new_share)
+        small = sums[0][2] if len(sums) == 1 else torch.stack([small for _, _, small in sums]).sum(0)
+        if self.route == "diagonal":
+            return Observation(small, small.sum(-1))
+        trace = small.diagonal(dim1=-2, dim2=-1).sum(-1)
+        if self._begins_before_wait(small):
+            self._kernel = small
+            self._space = advance(small, starting_block(small, self.rank, self._start(small)))
+            small = self._space.small
+        return Observation(small, trace)
 
-    def trace(self, small: Tensor) -> Tensor:
-        """Return the trace of A, (...)."""
-        is_vector = self.route in ("applied", "diagonal")
-        return small.sum(-1) if is_vector else small.diagonal(dim1=-2, dim2=-1).sum(-1)
+    def _begins_before_wait(self, small: Tensor) -> bool:
+        """Tell whether a GPU iterates at once; the last digits of float64 need more than `ritz` can be sent."""
+        is_large = small.is_cuda and small.ndim == 2 and len(small) > SMALL
+        return is_large and self.dtype is torch.float32 and self.tolerance > 0 and iteration_pays(len(small), self.rank)
+
+    def _weigh(self, small: Tensor, keep: Number, gain: Number) -> None:
+        """Multiply the rows of U by √(1−β) and those of G by √gain, in sums over parts."""
+        height = self.height
+        if self.route == "diagonal":  # ΣG² and ΣU²
+            small[..., :1] *= gain
+            small[..., 1:] *= keep
+            return
+        keep, gain = _matrix(keep), _matrix(gain)
+        small[..., :height, :height] *= gain
+        small[..., height:, height:] *= keep
+        small[..., :height, height:] *= (keep * gain) ** 0.5
+        small[..., height:, :height] *= (keep * gain) ** 0.5
 
     def _whole_matrix(self, parts: Iterable[Part]) -> Tensor:
         """A itself, float64, (..., P, P)."""
@@ -191,24 +208,26 @@ class LeadingEigenvectors:
         sums = part.rows.square_sum(), column_squares(part.factor)
         return torch.cat([x.sum(-1, keepdim=True, dtype=torch.float64) for x in sums], -1)
 
-    def decide(self, small: Tensor, parts: Callable[[], Iterable[Part]]) -> Decision:
+    def _start(self, small: Tensor) -> Tensor:
+        """Return columns that nearly span the leading space: the old factor."""
+        if self.route == "parameters":
+            return self.factor.to(small.device, torch.float64).mT
+        return torch.eye(small.shape[-1], self.rank, dtype=torch.float64, device=small.device).flip(0)
+
+    def decide(self, small: Tensor) -> Decision:
         """Return the leading eigenvectors as weights of U and the rows."""
-        rank, tolerance = self.rank, TOLERANCE.get(self.dtype, 0.0)
+        rank = self.rank
         if self.route == "diagonal":
             none = self.factor.new_empty(*self.factor.shape[:-2], self.height, 0, dtype=torch.float64)
             return Decision(none, none[..., 0, :].to(self.dtype), none.sum((-2, -1)))
-        if self.route == "applied":
-            pairs = self._applied_pairs(parts, tolerance)
-            if pairs is None:  # the iteration was too slow
-                self.route = "gram"
-                return self.decide(self.observe(parts), parts)
+        if self._space is not None:
+            pairs = ritz(self._space, rank, small)
+            if float(pairs.residual) > self.tolerance:
+                again = advance(self._kernel, self._space.image)
+                pairs, done = iterate(self._kernel, again, rank, self.tolerance)
+                pairs = pairs if bool(done) else decompose(self._kernel, rank)
         else:
-            size = small.shape[-1]
-            if self.route == "gram":
-                start = torch.eye(size, rank, dtype=torch.float64, device=small.device).flip(0)
-            else:
-                start = self.factor.to(small.device, torch.float64).mT
-            pairs = leading_eigenpairs(small, min(rank, size), tolerance, start if rank else None)
+            pairs = leading_eigenpairs(small, min(rank, small.shape[-1]), self.tolerance, self._start(small))
         weights, values = pairs.vectors, pairs.values
         if self.route == "parameters":
             weights = weights * values.sqrt().unsqueeze(-2)
@@ -216,28 +235,6 @@ class LeadingEigenvectors:
         if missing:
             weights, values = F.pad(weights, (0, missing)), F.pad(values, (0, missing))
         return Decision(weights, values.to(self.dtype), pairs.residual)
-
-    def _applied_pairs(self, parts: Callable[[], Iterable[Part]], tolerance: float) -> Eigenpairs | None:
-        """Return the leading eigenpairs without ever forming the Gram; None if the iteration is too slow."""
-        rank, height = self.rank, self.height
-        like = self.factor.new_empty(rank + height, 0, dtype=torch.float64)
-        start = torch.eye(height + rank, rank, dtype=torch.float64, device=like.device).flip(0)
-
-        def apply(block: Tensor) -> Tensor:
-            # Columns of length one: those of K X, K² X, … need not fit float32 where K does.
-            lengths = torch.linalg.vector_norm(block, dim=0).clamp_min(torch.finfo(torch.float64).tiny)
-            unit, image = block / lengths, torch.zeros_like(block)
-            for part in parts():
-                keep, gain = (1 - part.precision_lr) ** 0.5, part.gain**0.5
-                rows = part.factor.new_empty(unit.shape[1], part.factor.shape[1])
-                self._combine(part, unit, rows)
-                image[:height] += part.rows.mm(rows) * gain
-                image[height:] += rows_dot(part.factor, rows, torch.float64) * keep
-            return image.mul_(lengths)
-
-        # Products are rounded to the factor's own dtype every time.
-        found, done = iterate(apply, starting_block(like, rank, start), rank, 10 * tolerance)
-        return found if bool(done) else None
 
     def _combine(self, part: Part, weights: Tensor, out: Tensor) -> None:
         """Write WᵀC of one part for W (..., R + L, K) to `out`, (..., K, n), which may be the part's own U."""
@@ -303,10 +300,10 @@ class FactorAnalysis:
         self.rank, self.height, self.dtype, self.device = factor.shape[-2], height, factor.dtype, factor.device
         self._last: tuple[Number, Tensor, list[Tensor]] | None = None  # β, weights, and what a part multiplies by
 
-    def observe(self, parts: Callable[[], Iterable[Part]]) -> Tensor:
-        """Return sums over all parts by rows, float64, (..., R + 3L + 1, L).
+    def observe(self, parts: Callable[[], Iterable[Part]]) -> Observation:
+        """Return sums over all parts by rows, float64, (..., R + 3L, L), and the trace of A.
 
-        These are √gain GZ, √(1−β) UᵀZ, UᵀZ and Zᵀ((1−β)D + βλ)Z, and a row of traces whose sum is that of A.
+        The sums are √gain GZ, √(1−β) UᵀZ, UᵀZ and Zᵀ((1−β)D + βλ)Z.
         """
         total: Tensor | None = None
         for part in parts():
@@ -323,16 +320,12 @@ class FactorAnalysis:
             stacked = torch.cat(found, -2)
             total = stacked if total is None else total.add_(stacked)
         assert total is not None
-        return total
+        return Observation(total[..., :-1, :], total[..., -1, :].sum(-1))
 
-    def trace(self, small: Tensor) -> Tensor:
-        """Return the trace of A, (...)."""
-        return small[..., -1, :].sum(-1)
-
-    def decide(self, small: Tensor, parts: Callable[[], Iterable[Part]]) -> Decision:
+    def decide(self, small: Tensor) -> Decision:
         """Return AK, (√(1−β) UᵀZ)ᵀK, K, and I − E'⁻¹ by rows, (..., R + 3L, L); the spectrum is that of UᵀD⁻¹U."""
         rank, height = self.rank, self.height
-        new, kept, old, diagonal = (x for x in small[..., :-1, :].split([height, rank, rank, rank], -2))
+        new, kept, old, diagonal = small.split([height, rank, rank, rank], -2)
         eye = torch.eye(rank, dtype=small.dtype, device=small.device)
         old = 0.5 * (old + old.mT)
         capacitance = eye + old
@@ -343,7 +336,7 @@ class FactorAnalysis:
         shrink = capacitance @ torch.linalg.solve(inner, capacitance @ change)
         spectrum = torch.linalg.eigvalsh(old).flip(-1).clamp_min(0.0)
         weights = torch.cat([new @ inverse, kept @ inverse, inverse, shrink.mT], -2)
-        return Decision(weights, spectrum.to(self.dtype), small.new_zeros(small.shape[:-2]))
+        return Decision(weights, spectrum.to(self.dtype), torch.zeros_like(spectrum[..., 0]))
 
     def project(self, part: Part, decision: Decision) -> Tensor:
         """Write the new precision of one part; return the sum of what rounding would take from d⁺."""

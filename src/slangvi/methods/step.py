@@ -26,7 +26,15 @@ from slangvi.linalg import LowRankPrecision, factorize
 from slangvi.linalg.products import cache_slices
 from slangvi.linalg.threads import one_thread
 from slangvi.linalg.topk import SMALL
-from slangvi.methods.projection import Decision, FactorAnalysis, LeadingEigenvectors, Part, Projection, choose_route
+from slangvi.methods.projection import (
+    Decision,
+    FactorAnalysis,
+    LeadingEigenvectors,
+    Observation,
+    Part,
+    Projection,
+    choose_route,
+)
 from slangvi.params import ParamSpec
 from slangvi.params.state import require_finite
 from slangvi.priors import Prior
@@ -125,8 +133,8 @@ class Step:
         if by_em and rank:
             self.projection = FactorAnalysis(old.prec_factor, gradients.height)
         else:
-            route = choose_route(rank, size, gradients, old.loc.dtype)
-            self.projection = LeadingEigenvectors(old.prec_factor, gradients.height, route)
+            route, is_exact = choose_route(rank, size, gradients), gradients.spectrum_route == "gram"
+            self.projection = LeadingEigenvectors(old.prec_factor, gradients.height, route, is_exact)
 
     def parts(self) -> Iterator[Part]:
         """Yield the segments of the precision with their rows."""
@@ -149,7 +157,7 @@ class Step:
 
     # ---- the passes
 
-    def observe(self) -> Tensor:
+    def observe(self) -> Observation:
         """Return the small problem of the projection."""
         return self.projection.observe(self.parts)
 
@@ -182,30 +190,27 @@ class Step:
         relative = trace / lowest if lowest > 0 else math.inf
         return trace + 2 * highest < limit and relative < limit and step + loc < limit
 
-    def look(self, small: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, list[float]]:
+    def look(self, seen: Observation, bounds: Tensor) -> tuple[Tensor, Tensor, list[float]]:
         """Fetch the numbers that decide about the step, in one wait for the device.
 
         Args:
-            small: what `observe` returned.
+            seen: what `observe` returned.
             bounds: what `bounds` returned.
 
         Returns:
             The small problem, on the host where it is solved faster; its trace (...); and the bounds.
         """
-        trace = self.projection.trace
+        small, trace = seen
         if not small.is_cuda or self.old.loc.ndim > 1:
-            return small, trace(small), bounds.tolist()
-        if len(small) <= SMALL:
-            both = torch.cat([small.flatten(), bounds]).cpu()
-            small, bounds = both[: small.numel()].view(small.shape), both[small.numel() :]
-            return small, trace(small), bounds.tolist()
-        both = torch.cat([trace(small).view(1), bounds]).cpu()
-        return small, both[0], both[1:].tolist()
+            return small, trace, bounds.tolist()
+        size = small.numel() if small.numel() <= SMALL**2 else 0
+        both = torch.cat([small.flatten()[:size], trace.view(1), bounds]).cpu()
+        return both[:size].view(small.shape) if size else small, both[size], both[size + 1 :].tolist()
 
     def decide(self, small: Tensor) -> Decision:
         """Solve the small problem; with one thread on the host, where several would wait for each other."""
-        with nullcontext() if small.is_cuda or small.ndim > 2 or len(small) > SMALL else one_thread():
-            return self.projection.decide(small, self.parts)
+        with nullcontext() if small.is_cuda or self.old.loc.ndim > 1 or small.numel() > SMALL**2 else one_thread():
+            return self.projection.decide(small)
 
     def update_precision(self, decision: Decision) -> Tensor:
         """Write U⁺ and d⁺; return the sum of what rounding would have taken from d⁺ below its bound, (...)."""

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Self
 
 import torch
@@ -38,11 +38,6 @@ class Block(ABC):
     space: Tensor | None = None  # see `SegmentRows.space`
     is_factored = False  # whether products need no formed rows
     grain = 1  # columns that `narrow` cannot part: it takes multiples of this number
-
-    @property
-    def costs(self) -> tuple[int, int]:
-        """Multiplications of `gram`, and of `mm` or `add_t_mm` for one column."""
-        return self.num_rows**2 * self.num_params, self.num_rows * self.num_params
 
     @abstractmethod
     def form(self, out: Tensor | None = None) -> Tensor:
@@ -84,6 +79,10 @@ class Block(ABC):
     @abstractmethod
     def scaled(self, factor: float) -> Block:
         """Return the gradients times a number."""
+
+    def split_draws(self, count: int) -> Block:
+        """Return gradients of one draw's tensor, (S·K, p), from those of S tensors that lie side by side, (K, S·p)."""
+        return Formed(self.form().unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1))
 
     def zero_rows(self, count: int, like: Tensor) -> Block:
         """Return zero gradients of the same tensor for other examples, in a form that stacks with this one."""
@@ -154,14 +153,6 @@ class Outer(Block):
         self.grain = inputs if groups == 1 else self.num_params
         self.is_factored = groups == positions == 1
         self.copies = self.num_rows // max(1, len(self.right))  # S
-
-    @property
-    def costs(self) -> tuple[int, int]:
-        """Multiplications of δδᵀ and aaᵀ, and of C_k a and its product with δ."""
-        if not self.is_factored:
-            return super().costs
-        R, O, inputs, I = self.num_rows, self.left.shape[3], len(self.right), self.right.shape[3]  # noqa: E741
-        return R * R * O + inputs * inputs * I, O * (inputs * I + R)
 
     def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, (R, p)."""
@@ -260,9 +251,19 @@ class Outer(Block):
         groups = self.left.shape[1]
         return Outer(*(like.new_zeros(count, groups, 1, x.shape[3]) for x in (self.left, self.right)))
 
+    def split_draws(self, count: int) -> Block:
+        """Return gradients of one draw's tensor: draws are groups, or lie side by side among the outputs."""
+        left, right = self.left, self.right
+        if left.shape[1] % count == 0:
+            left, right = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in (left, right))
+            return Outer(left.flatten(0, 1), right[0] if right.stride(0) == 0 else right.flatten(0, 1))
+        if left.shape[1] == 1 and left.shape[3] % count == 0:
+            return Outer(_split_outputs(left, count), right)
+        return super().split_draws(count)
+
     def transposed(self) -> Outer | None:
-        """Return the gradients of the transposed weight, if there is one group and no sharing of inputs."""
-        return Outer(self.right, self.left) if self.left.shape[1] == 1 == self.copies else None
+        """Return the gradients of the weight with inputs and outputs swapped, unless draws share the inputs."""
+        return Outer(self.right, self.left) if self.copies == 1 else None
 
 
 @dataclass(eq=False)
@@ -330,6 +331,16 @@ class Patches(Block):
         """Return the gradients times a number."""
         return self._with_left(self.left * factor)
 
+    def split_draws(self, count: int) -> Block:
+        """Return gradients of one draw's tensor: draws saw the same images, or are groups of channels."""
+        groups, outputs = self.left.shape[1], self.left.shape[3]
+        if groups == 1 and outputs % count == 0:
+            return self._with_left(_split_outputs(self.left, count))
+        if groups % count == 0 and isinstance(self.open, partial):
+            left, source = (x.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1) for x in (self.left, self.source))
+            return Patches(left, source, self.width, partial(self.open, groups=groups // count))
+        return super().split_draws(count)
+
     def _with_left(self, left: Tensor) -> Patches:
         other = replace(self, left=left)
         other.kept = self.kept
@@ -355,11 +366,6 @@ class TableRows(Block):
     def __post_init__(self) -> None:
         self.num_rows, self.grain = len(self.index), self.values.shape[-1]
         self.num_params = self.table_rows * self.grain
-
-    @property
-    def costs(self) -> tuple[int, int]:
-        """Multiplications of all pairs of entries, and of every entry once."""
-        return self.index.numel() ** 2 * self.values.shape[-1], self.values.numel()
 
     def form(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients themselves, (R, p)."""
@@ -478,6 +484,10 @@ class _Several(Block):
         """Return the parts times a number."""
         return type(self)(tuple(part.scaled(factor) for part in self.parts))
 
+    def split_draws(self, count: int) -> Self:
+        """Return the parts of one draw's tensor."""
+        return type(self)(tuple(part.split_draws(count) for part in self.parts))
+
 
 class Sum(_Several):
     """Gradients of a tensor that is used in several ways, such as a table that is an output layer as well."""
@@ -556,6 +566,12 @@ def _stack_outers(blocks: Sequence[Outer]) -> Outer:
         return Outer(left, first)
     inputs = [block.right if block.copies == 1 else block.right.repeat(block.copies, 1, 1, 1) for block in blocks]
     return Outer(left, torch.cat([padded(x) for x in inputs]))
+
+
+def _split_outputs(left: Tensor, count: int) -> Tensor:
+    """Return δ (K, 1, T, S·O) of S draws as that of S·K rows, (S·K, 1, T, O)."""
+    split: Tensor = left.unflatten(3, (count, -1))
+    return split.movedim(3, 0).flatten(0, 1)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

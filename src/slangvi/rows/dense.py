@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +17,17 @@ from slangvi.linalg.products import batch_matmul
 from slangvi.params import Params, ParamSpec
 from slangvi.rows.operator import Segment
 
-__all__ = ["DenseGradients", "Together", "batch_size", "draws_at_once", "per_example_gradients", "slice_batch"]
+__all__ = [
+    "DenseGradients",
+    "Together",
+    "batch_size",
+    "bytes_of",
+    "draws_at_once",
+    "per_example_gradients",
+    "slice_batch",
+]
 
+T = TypeVar("T")
 # A row exists about three times while vmap works: the gradient pieces, the flat row, and one product with it.
 _COPIES = 3
 # Bytes of rows up to which draws share a pass. On one core that is 2 to 5 times as fast below a megabyte, takes a third
@@ -54,11 +65,6 @@ class DenseGradients:
     def from_rows(cls, rows: Tensor) -> DenseGradients:
         """Wrap rows that are already there, (..., R, P)."""
         return cls([lambda: rows], rows.shape[-2])
-
-    @property
-    def costs(self) -> tuple[int, int]:
-        """In units of P multiplications, which all products share."""
-        return self.num_rows**2, self.num_rows
 
     def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterator[Segment]:
         """Yield all columns, or those between the cuts."""
@@ -165,12 +171,13 @@ class Together:
     """
 
     def __init__(self) -> None:
-        self.possible = True
+        self.possible: bool | None = None  # not known before the first try
 
     def __call__(self, function: Callable[[Tensor], Tensor], thetas: Tensor, at_once: int) -> Tensor:
         """function(θ_s) for all draws (S, P), stacked; `at_once` of them share a pass."""
-        if self.possible and min(at_once, len(thetas)) > 1:
-            found = self._in_one_pass(function, thetas, at_once)
+        if min(at_once, len(thetas)) > 1:
+            mapped = torch.func.vmap(function, randomness="different")
+            found = self.attempt(lambda: torch.cat([mapped(part) for part in thetas.split(at_once)]), thetas.device)
             if found is not None:
                 return found
         return torch.stack([function(theta) for theta in thetas])
@@ -183,16 +190,27 @@ class Together:
             total += self(function, part, at_once).sum(0)
         return total
 
-    def _in_one_pass(self, function: Callable[[Tensor], Tensor], thetas: Tensor, at_once: int) -> Tensor | None:
-        """None where vmap cannot follow; the random state is then as before, so that the next try starts alike."""
-        on_gpu, device = thetas.device.type == "cuda", thetas.device
+    def attempt(self, work: Callable[[], T], device: torch.device) -> T | None:
+        """Return the result of a vmapped pass; None where vmap cannot follow, and the random state is as before.
+
+        Args:
+            work: the pass.
+            device: whose random state it may change.
+        """
+        if self.possible is False:
+            return None
+        on_gpu = device.type == "cuda"
         before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
         try:
-            mapped = torch.func.vmap(function, randomness="different")
-            return torch.cat([mapped(part) for part in thetas.split(at_once)])
+            with nullcontext() if self.possible else warnings.catch_warnings():
+                if not self.possible:  # vmap goes through draws one by one
+                    warnings.filterwarnings("error", "There is a performance drop")
+                found = work()
+            self.possible = True
+            return found
         except torch.OutOfMemoryError:
             pass  # one draw at a time takes less, and the next batch may be smaller
-        except RuntimeError:  # what is wrong for a single draw as well will be said there
+        except (RuntimeError, UserWarning):  # what is wrong for a single draw as well will be said there
             self.possible = False
         torch.set_rng_state(before[0])
         if before[1] is not None:
@@ -260,7 +278,7 @@ def draws_at_once(
     if memory_limit is not None:
         shared = min(shared, memory_limit // _COPIES)
     size = batch_size(batch)
-    example = sum(x.numel() * x.element_size() for x in tree_flatten(batch)[0] if isinstance(x, Tensor)) // size
+    example = bytes_of(batch) // size
     row = max(1, spec.num_params * thetas.element_size(), _ACTIVATIONS * example)
     found = shared // (size * row * backward_passes)
     return found if found >= _FEWEST else 1
@@ -283,6 +301,11 @@ def batch_size(batch: Any) -> int:
             f"got first dimensions {sorted(sizes) or 'none: it has no tensors'}."
         )
     return sizes.pop()
+
+
+def bytes_of(batch: Any) -> int:
+    """Return the bytes of all tensors of a nested batch."""
+    return sum(x.nbytes for x in tree_flatten(batch)[0] if isinstance(x, Tensor))
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:

@@ -108,15 +108,6 @@ class FactoredGradients:
         is_low = on_gpu and block.num_rows <= FEW_ROWS and not isinstance(block, TableRows)
         return is_low or entries <= (FEW_ENTRIES_GPU if on_gpu else FEW_ENTRIES)
 
-    @property
-    def costs(self) -> tuple[int, int]:
-        """Counted multiplications of the Gram, and of a product with one column."""
-        counts = [
-            (self.height**2 * block.num_params, self.height * block.num_params) if self.is_formed[name] else block.costs
-            for name, block in self.blocks.items()
-        ]
-        return sum(gram for gram, _ in counts), sum(column for _, column in counts)
-
     def sum(self) -> Tensor:
         """Return Σ_r g_r of all examples, (P,)."""
         totals = [(group.total, group.scale) for group in self.groups if group.total is not None]

@@ -71,12 +71,6 @@ class LinearPredictorGradients:
             some = self.inputs[..., start:stop]
             yield Segment(slice(start, stop), LinearPredictorGradients(some, self.slopes) if inner else self)
 
-    @property
-    def costs(self) -> tuple[int, int]:
-        """M²P and MP."""
-        M, P = self.inputs.shape[-2:]
-        return M * M * P, M * P
-
     def sum(self) -> Tensor:
         """Σ_i x_i Σ_s r_is, (..., P)."""
         return _weighed(self.slopes.sum(-2), self.inputs)

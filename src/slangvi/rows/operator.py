@@ -64,10 +64,6 @@ class GradientOperator(Protocol):
         """Number that rows of segments are to be multiplied by."""
 
     @property
-    def costs(self) -> tuple[int, int]:
-        """Counted multiplications of the Gram, and of a product with one column."""
-
-    @property
     def spectrum_route(self) -> str:
         """The route wished for, see `Routes.spectrum`."""
 

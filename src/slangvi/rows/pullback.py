@@ -37,10 +37,12 @@ class View(NamedTuple):
     Args:
         shape: of the view, without dimensions of size one.
         undo: takes rows of the view to rows of what it is a view of.
+        is_transpose: whether it swaps the last two dimensions of matrices, or of a stack of them.
     """
 
     shape: torch.Size
     undo: Undo
+    is_transpose: bool
 
 
 def find_views(node: Node) -> tuple[View, ...] | None:
@@ -61,9 +63,11 @@ def find_views(node: Node) -> tuple[View, ...] | None:
 
 
 def undo_views(views: Sequence[View], block: Block) -> Block:
-    """Return the rows of the parameter behind some views; of a matrix the only other order is that of its transpose."""
-    for shape, undo in views:
-        swapped = block.transposed() if len(shape) == 2 and isinstance(block, Outer) else None
+    """Return the rows of the parameter behind some views."""
+    for shape, undo, is_transpose in views:
+        groups = shape[:-2].numel()
+        is_same = is_transpose and isinstance(block, Outer) and block.left.shape[1] == groups
+        swapped = block.transposed() if is_same else None  # type: ignore[attr-defined]
         block = swapped or Formed(undo(block.form().unflatten(1, shape)).flatten(1))
     return block
 
@@ -90,7 +94,8 @@ def _reordering(shape: torch.Size, order: Sequence[int]) -> View | None:
         return None
     places = sorted(kept)
     back = [0, *(kept.index(place) + 1 for place in places)]
-    return View(torch.Size(shape[k] for k in wide), lambda rows: rows.permute(back))
+    is_transpose = len(kept) in (2, 3) and kept[:-2] == places[:-2]
+    return View(torch.Size(shape[k] for k in wide), lambda rows: rows.permute(back), is_transpose)
 
 
 def _transpose(node: Node) -> list[int]:
@@ -105,11 +110,17 @@ def _permute(node: Node) -> list[int]:
     return [signed(dim) % ndim for dim in saved(node, "dims")]
 
 
+def _unscaled(node: Node) -> None:
+    if saved(node, "other") != 1:
+        raise UnknownNodeError("a parameter is multiplied by a number")
+
+
 # From a node to the order of dimensions that its view has; None if entries stay in their order.
 _ORDERS: dict[str, Callable[[Node], list[int] | None]] = {
     "TBackward0": lambda node: [1, 0] if len(shapes_of(node)[0]) == 2 else None,
     "TransposeBackward0": _transpose,
     "PermuteBackward0": _permute,
+    "MulBackward1": _unscaled,
     **dict.fromkeys(
         (
             *("ToCopyBackward0", "CloneBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"),

@@ -117,7 +117,7 @@ class CapturedStep:
         gradients, values = self.gather(precision, self.old.loc, self.is_frozen)
         rates = Rates(alpha, Rate(beta), gamma, correction)
         self.work = Step(self.old, self.new, gradients, self.num_data, self.prior, rates, self.spec)
-        self.small = self.work.observe()
+        self.seen = self.work.observe()
         fit = self.numbers.new_zeros(()) if values is None else values.mean(dtype=torch.float64)
         self.checks = torch.cat([self.work.bounds(), fit.unsqueeze(0)])
 
@@ -137,7 +137,7 @@ class CapturedStep:
 
     def decide(self) -> bool:
         """Solve the small problem, into memory that stays where it is; tell whether its numbers are finite."""
-        small, self.trace, numbers = self.work.look(self.small, self.checks)
+        small, self.trace, numbers = self.work.look(self.seen, self.checks)
         if not (math.isfinite(float(self.trace)) and all(map(math.isfinite, numbers))):
             return False
         self.fit = numbers[-1]
@@ -179,6 +179,6 @@ class CapturedStep:
             return None
         tensors = Tensors(*(x.clone() for x in self.new))
         _, spectrum, residual = self.decision
-        told = collect_diagnostics(spectrum, self.trace, residual, torch.tensor(clipped), tensors.loc)
+        told = collect_diagnostics(spectrum, self.trace.clone(), residual, torch.tensor(clipped), tensors.loc)
         made = with_small(tensors.prec_factor, tensors.prec_diag, self.gram.clone(), self.new_root.clone())
         return Replayed(tensors, made, told, self.fit)

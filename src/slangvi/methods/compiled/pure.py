@@ -16,7 +16,6 @@ from slangvi.methods.compiled.capture import has_graphs, warn_eager
 from slangvi.methods.compiled.captured import CapturedStep, Numbers, Replayed
 from slangvi.methods.gather import RowGatherer
 from slangvi.priors import Prior
-from slangvi.rows.dense import batch_size
 from slangvi.rows.factored import FactoredGradients
 
 __all__ = ["PureSteps"]
@@ -103,21 +102,17 @@ class PureSteps:
         own = iter(places)
         leaves, structure = tree_flatten(batch)
         static = tree_unflatten([next(own) if isinstance(x, Tensor) else x for x in leaves], structure)
-        count, spec = batch_size(static), state.spec
+        spec = state.spec
 
         def gather(precision: LowRankPrecision, loc: Tensor, frozen: bool) -> tuple[FactoredGradients, Tensor]:
-            thetas, choose = precision.sample((self.draws,), generator, loc), self.gather.choose
+            thetas = precision.sample((self.draws,), generator, loc)
             self.gather.plans.is_frozen = frozen
             try:
                 with defer_checks():
-                    found = [
-                        self.gather.gather_one(spec, theta, static, count, choose(count, loc.device, generator))
-                        for theta in thetas
-                    ]
+                    groups, values = self.gather.groups_at(spec, thetas, static, generator)
             finally:
                 self.gather.plans.is_frozen = False
-            rows = FactoredGradients(spec, [group for group, _ in found], loc, self.gather.routes)
-            return rows, torch.stack([values for _, values in found])
+            return FactoredGradients(spec, groups, loc, self.gather.routes), values
 
         graph = CapturedStep(state.tensors, state.precision, spec, prior, self.num_data, gather, generator)
         self._graphs[kind] = (graph, places)
