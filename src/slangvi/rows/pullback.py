@@ -18,6 +18,7 @@ from slangvi.rows.nodes import (
     UnknownNodeError,
     dtypes_of,
     is_leaf,
+    operand_shape,
     pull_back,
     saved,
     shapes_of,
@@ -110,6 +111,11 @@ def _permute(node: Node) -> list[int]:
     return [signed(dim) % ndim for dim in saved(node, "dims")]
 
 
+def _unexpanded(node: Node) -> None:
+    if shapes_of(node)[0].numel() != operand_shape(node, 0).numel():
+        raise UnknownNodeError("a parameter is repeated")
+
+
 def _unscaled(node: Node) -> None:
     if saved(node, "other") != 1:
         raise UnknownNodeError("a parameter is multiplied by a number")
@@ -120,6 +126,7 @@ _ORDERS: dict[str, Callable[[Node], list[int] | None]] = {
     "TBackward0": lambda node: [1, 0] if len(shapes_of(node)[0]) == 2 else None,
     "TransposeBackward0": _transpose,
     "PermuteBackward0": _permute,
+    "ExpandBackward0": _unexpanded,
     "MulBackward1": _unscaled,
     **dict.fromkeys(
         (
