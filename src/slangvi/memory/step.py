@@ -124,15 +124,11 @@ class FakeRun:
         """Return the rows at all draws, and the draws."""
         settings = self.settings
         assert isinstance(settings, CompiledSettings)
-
-        def log_likelihood(params: Params, batch: Any) -> Tensor:
-            return -self.losses(params, batch)
-
         with self.memory.phase(*DRAW):
             thetas = state.precision.sample((settings.mc_samples,), None, state.loc)
-        gather = dense_gatherer(log_likelihood, settings.memory_limit)
+        gather = dense_gatherer(self.log_likelihood, settings.memory_limit)
         if settings.reads_graph:
-            gather = rows = RowGatherer(log_likelihood, settings)
+            gather = rows = RowGatherer(self.log_likelihood, settings)
             rows.plans = plans
         with self.memory.phase(*PASS):
             gradients, _ = gather(self.spec, thetas, (self.inputs, self.target), None)
@@ -172,6 +168,10 @@ class FakeRun:
                 "small batch and read torch.cuda.max_memory_allocated()."
             ) from error
 
+    def log_likelihood(self, params: Params, batch: Any) -> Tensor:
+        """Return the negative loss of each example, (M,)."""
+        return -self.losses(params, batch)
+
     def find_plan(self) -> tuple[Plan, int]:
         """Return the plan of the model's graph for `MANY` examples, and the number of its nodes."""
 
@@ -179,12 +179,18 @@ class FakeRun:
             has_batch = isinstance(x, Tensor) and x.ndim and len(x) == self.num_examples
             return x.new_empty(MANY, *x.shape[1:]) if has_batch else x
 
-        batch = tree_map(enlarge, (self.inputs, self.target))
-        is_optimizer = isinstance(self.settings, CompiledOptimizerSettings)
-        found = tree_leaves(self.outputs(None, batch[0])) if is_optimizer else [-self.losses(None, batch)]
+        batch, params = tree_map(enlarge, (self.inputs, self.target)), self.params
+        if isinstance(self.settings, CompiledSettings):
+            gather = RowGatherer(self.log_likelihood, self.settings)
+            theta = torch.empty(self.settings.mc_samples, self.spec.num_params)
+            is_shared = gather.shares_pass(theta, (self.inputs, self.target))
+            params = gather.params_at(self.spec, theta if is_shared else theta[0])
+            found = [gather.values_at(params, batch, is_shared)]
+        else:
+            found = tree_leaves(self.outputs(None, batch[0]))
         outputs = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
         with self.memory.phase(*CHECK, condition=True):
-            return make_plan(outputs, self.params, MANY), len(walk(outputs))
+            return make_plan(outputs, params, MANY), len(walk(outputs))
 
 
 class FakePlans(Plans):
