@@ -179,7 +179,7 @@ class FakeRun:
             has_batch = isinstance(x, Tensor) and x.ndim and len(x) == self.num_examples
             return x.new_empty(MANY, *x.shape[1:]) if has_batch else x
 
-        batch, params = tree_map(enlarge, (self.inputs, self.target)), self.params
+        batch, params = tree_map(enlarge, (self.inputs, self.target)), dict[str, Tensor](self.params)
         if isinstance(self.settings, CompiledSettings):
             gather = RowGatherer(self.log_likelihood, self.settings)
             theta = torch.empty(self.settings.mc_samples, self.spec.num_params)
