@@ -203,6 +203,26 @@ def test_cuts_make_segments_and_no_others():
     assert places(operator(Routes("form")), [ENDS[1], ENDS[3]]) == [(0, 28), (28, 57), (57, SPEC.num_params)]
 
 
+@given(form_bytes=SIZES, layers=LAYERS, cuts=st.sets(st.sampled_from(ENDS)))
+def test_runs_that_share_a_segment_have_the_same_products(form_bytes, layers, cuts):
+    gradients = operator(Routes(layers, form_bytes=form_bytes))
+    gradients.joins_runs = True
+    found = places(gradients, sorted(cuts))
+    assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
+    assert cuts <= {stop for _, stop in found}
+    assert_products(gradients, dense(two_passes()), sorted(cuts))
+
+
+def test_runs_share_a_segment_up_to_the_most_columns(monkeypatch):
+    gradients = operator(Routes("factor"))
+    gradients.joins_runs = True
+    assert places(gradients) == [(0, SPEC.num_params)]
+    monkeypatch.setattr(factored, "MOST_JOINED", ENDS[2])
+    gradients = operator(Routes("factor"))
+    gradients.joins_runs = True
+    assert places(gradients)[0] == (0, ENDS[2])
+
+
 def test_what_does_not_fit_takes_more_than_one_segment():
     assert len(places(operator(Routes("form", form_bytes=50 * COLUMN)))) > 1
     assert len(places(operator(Routes("form", form_bytes=SPEC.num_params * COLUMN)))) == 1

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slangvi.params import ParamSpec
 from slangvi.rows.blocks import Block, Formed, TableRows, stack
-from slangvi.rows.operator import Segment
+from slangvi.rows.operator import Segment, SegmentRows
 from slangvi.types import Routes
 
 __all__ = ["FactoredGradients", "RowGroup"]
@@ -21,6 +21,8 @@ __all__ = ["FactoredGradients", "RowGroup"]
 MOST_COLUMNS, MOST_ENTRIES = 1 << 24, 1 << 26
 # The same on a CPU: temporaries that are used twice in a row should still be in the cache the second time.
 CPU_COLUMNS, CPU_ENTRIES = 1 << 17, 1 << 21
+# Columns up to which a GPU takes runs of different kinds together.
+MOST_JOINED = 1 << 22
 # Bytes of formed rows that are always allowed.
 LEAST_FORMED = 1 << 28
 # It takes less time to form rows than to work with factors where there are so few entries, or on a GPU so few rows.
@@ -61,6 +63,65 @@ class RowGroup:
         return replace(self, scale=self.scale * factor)
 
 
+class Run(NamedTuple):
+    """Consecutive columns whose rows are held in one way.
+
+    Args:
+        columns: place in the flat vector.
+        blocks: their rows: those of neighbours that are formed together, or of one tensor that is kept as factors.
+        is_formed: whether they are formed.
+    """
+
+    columns: slice
+    blocks: list[Block]
+    is_formed: bool
+
+
+class Joined:
+    """Rows of consecutive columns that are held in several ways, so that what follows is done once for all of them.
+
+    Args:
+        parts: the rows, from left to right.
+    """
+
+    space = None
+
+    def __init__(self, parts: Sequence[Block]) -> None:
+        self.parts, self.columns, start = parts, list[slice](), 0
+        for part in parts:
+            self.columns.append(slice(start, start + part.num_params))
+            start += part.num_params
+
+    def square_sum(self) -> Tensor:
+        """Return Σ_r g_r ∘ g_r, (n,)."""
+        return torch.cat([part.square_sum() for part in self.parts])
+
+    def gram(self) -> Tensor:
+        """Return G Gᵀ, (R, R), in float64."""
+        found = self.parts[0].gram().double()
+        for part in self.parts[1:]:
+            found.add_(part.gram())
+        return found
+
+    def mm(self, rows: Tensor) -> Tensor:
+        """Return G Cᵀ for C (K, n), (R, K), in float64."""
+        found: Tensor | None = None
+        for part, columns in zip(self.parts, self.columns, strict=True):
+            product = part.mm(rows[:, columns])
+            found = product.double() if found is None else found.add_(product)
+        assert found is not None
+        return found
+
+    def add_t_mm(self, weights: Tensor, onto: Tensor) -> None:
+        """Add Wᵀ G for W (R, K) to a (K, n) tensor."""
+        for part, columns in zip(self.parts, self.columns, strict=True):
+            part.add_t_mm(weights, onto[:, columns])
+
+    def form(self) -> Tensor:
+        """Return G itself, (R, n)."""
+        return torch.cat([part.form() for part in self.parts], 1)
+
+
 class FactoredGradients:
     """Per-example gradients G of a step, (R, P), kept parameter by parameter.
 
@@ -91,10 +152,11 @@ class FactoredGradients:
                 parts = [part.scaled(group.row_scale) for part, group in zip(parts, groups, strict=True)]
             block = self.blocks[name] = parts[0] if len(parts) == 1 else stack(parts)
             self.is_formed[name] = self._forms(name, block)
+        self.joins_runs = like.device.type != "cpu"
         self._memory = like.new_empty(0)  # formed rows of one segment, where not all are kept
         self._request: tuple[Any, ...] | None = None
         self._below: Tensor | None = None
-        self._plan: list[tuple[slice, list[Block], bool]] = []
+        self._plan: list[list[Run]] = []  # one list for each segment
         self._kept: dict[int, Tensor] = {}  # first column of a segment → its formed rows
 
     def _forms(self, name: str, block: Block) -> bool:
@@ -123,8 +185,10 @@ class FactoredGradients:
         return found
 
     def segments(self, cuts: Sequence[int] = (), below: Tensor | None = None) -> Iterator[Segment]:
-        """Yield all columns in turn, some at a time: one tensor as factors, or neighbours whose rows are formed.
+        """Yield all columns in turn, some at a time.
 
+        On a CPU a segment is one tensor as factors, or neighbours whose rows are formed. A GPU takes longer to begin an
+        operation than to do a small one, so there a segment goes on through several of these.
         Formed rows are kept for the next time if all of them are few. Others are in memory that the next segment takes.
 
         Args:
@@ -139,17 +203,32 @@ class FactoredGradients:
         request = (*cuts, version)
         if self._request != request or self._below is not below:
             self._request, self._below, self._kept = request, below, {}
-            self._plan = list(self._planned(cuts, most // column_bytes, rank))
-        for columns, blocks, is_formed in self._plan:
-            if not is_formed:
-                yield Segment(columns, blocks[0])
-                continue
-            space = self._kept.get(columns.start)
-            if space is None:
-                space = self._form(columns, blocks, below, keeps)
-                if keeps:
-                    self._kept[columns.start] = space
-            yield Segment(columns, Formed(space[: self.height], space if rank else None))
+            self._plan = list(self._joined(self._runs(cuts, most // column_bytes, rank), cuts, most // column_bytes))
+        for runs in self._plan:
+            first, last = runs[0].columns, runs[-1].columns
+            if len(runs) == 1:
+                yield Segment(first, self._rows_of(runs[0], below, keeps))
+            else:
+                rows: SegmentRows = Joined([self._rows_of(run, None, keeps, is_alone=False) for run in runs])
+                yield Segment(slice(first.start, last.stop), rows)
+
+    def _rows_of(self, run: Run, below: Tensor | None, keeps: bool, is_alone: bool = True) -> Block:
+        """Return the rows of a run, formed if they are to be.
+
+        Args:
+            run: see `_runs`.
+            below: see `segments`.
+            keeps: whether to keep formed rows for the next time.
+            is_alone: whether they are all there is in a segment, and may take the memory of the last one.
+        """
+        if not run.is_formed:
+            return run.blocks[0]
+        space = self._kept.get(run.columns.start)
+        if space is None:
+            space = self._form(run, below, is_alone and not keeps)
+            if keeps:
+                self._kept[run.columns.start] = space
+        return Formed(space[: self.height], space if below is not None and len(below) else None)
 
     def _form_bytes(self, rank: int) -> int:
         """Return the bytes that formed rows may take: as `routes` says, or a share of what the state takes."""
@@ -157,8 +236,31 @@ class FactoredGradients:
             return self.routes.form_bytes
         return max(LEAST_FORMED, (rank + 3) * self.spec.num_params * self.like.element_size() // 4)
 
-    def _planned(self, cuts: Sequence[int], most: int, rank: int) -> Iterator[tuple[slice, list[Block], bool]]:
-        """Yield the columns of each segment, its blocks, and whether these are to be formed; else there is one.
+    def _joined(self, runs: Iterator[Run], cuts: Sequence[int], most: int) -> Iterator[list[Run]]:
+        """Yield the runs of each segment.
+
+        Args:
+            runs: all of them, from left to right.
+            cuts: see `segments`.
+            most: columns that may be formed at once; runs that share a segment are there at once.
+        """
+        if not self.joins_runs:
+            yield from ([run] for run in runs)
+            return
+        some, formed = list[Run](), 0
+        for run in runs:
+            size = run.columns.stop - run.columns.start
+            formed += size if run.is_formed else 0
+            is_full = some and (run.columns.stop - some[0].columns.start > MOST_JOINED or formed > most)
+            if some and (is_full or run.columns.start in cuts):
+                yield some
+                some, formed = [], size if run.is_formed else 0
+            some.append(run)
+        if some:
+            yield some
+
+    def _runs(self, cuts: Sequence[int], most: int, rank: int) -> Iterator[Run]:
+        """Yield the columns that are held in one way, few enough for a segment.
 
         Args:
             cuts: see `segments`.
@@ -184,25 +286,32 @@ class FactoredGradients:
                 piece, place = block.narrow(first, min(first + step, block.num_params)), columns.start + first
                 is_full = place + piece.num_params - start > most_formed
                 if run and (is_full or not is_formed or place in cuts):
-                    yield slice(start, place), run, True
+                    yield Run(slice(start, place), run, True)
                     start, run = place, []
                 run = [*run, piece]
                 if not is_formed:
-                    yield slice(place, place + piece.num_params), run, False
+                    yield Run(slice(place, place + piece.num_params), run, False)
                     start, run = place + piece.num_params, []
         if run:
-            yield slice(start, self.spec.num_params), run, True
+            yield Run(slice(start, self.spec.num_params), run, True)
 
-    def _form(self, columns: slice, blocks: Sequence[Block], below: Tensor | None, keeps: bool) -> Tensor:
-        """Return the rows of neighbouring blocks in one tensor, and below them others that may be given."""
+    def _form(self, run: Run, below: Tensor | None, is_lent: bool) -> Tensor:
+        """Return the rows of neighbouring blocks in one tensor, and below them others that may be given.
+
+        Args:
+            run: see `_runs`.
+            below: see `segments`.
+            is_lent: whether the tensor is in memory that the next one takes.
+        """
+        columns, blocks, _ = run
         shape = self.height + (0 if below is None else len(below)), columns.stop - columns.start
         size = math.prod(shape)
-        if keeps:
-            space = self.like.new_empty(shape)
-        else:
+        if is_lent:
             if len(self._memory) < size:
                 self._memory = self.like.new_empty(size)
             space = self._memory[:size].view(shape)
+        else:
+            space = self.like.new_empty(shape)
         places = space[: self.height].split([block.num_params for block in blocks], 1)
         pairs = [(place, block.rows) for place, block in zip(places, blocks, strict=True) if isinstance(block, Formed)]
         if pairs:  # small ones, in one call
