@@ -244,3 +244,80 @@ def test_a_likelihood_must_say_both_what_it_scores_and_what_it_predicts():
 
     with pytest.raises(TypeError, match="log_prob"):
         Half()
+
+
+# ---- curvature
+
+
+def hessian(likelihood: Likelihood, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Of −log p by the outputs of one example."""
+    whole = torch.autograd.functional.hessian(lambda f: -likelihood.log_prob(f[None], targets[None]).sum(), outputs)
+    return whole.reshape(outputs.numel(), outputs.numel())
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 3, 2)])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_columns_of_the_root_give_the_hessian_of_each_example(name, shape, size, generator):
+    likelihood, (outputs, targets) = LIKELIHOODS[name](), example(name, shape, generator)
+    root = likelihood.hessian_root(size * outputs)
+    assert root.shape[1:] == outputs.shape
+    for k in range(len(outputs)):
+        columns = root[:, k].reshape(len(root), -1)
+        torch.testing.assert_close(columns.mT @ columns, hessian(likelihood, size * outputs[k], targets[k]), **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_roots_of_certain_classes_are_finite(dtype):
+    outputs = torch.tensor([[0.0, 200.0, -300.0], [1e4, 0.0, 0.0], [-1e4, -1e4, 1e4]], dtype=dtype)
+    root = Categorical().hessian_root(outputs)
+    assert bool(root.isfinite().all())
+    assert float(root.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_targets_are_drawn_from_the_likelihood(name, generator):
+    outputs, _ = example(name, (3,), generator)
+    many = outputs.expand(20_000, *outputs.shape).reshape(-1, *outputs.shape[1:])
+    found = LIKELIHOODS[name]().sample(many, torch.Generator().manual_seed(1)).reshape(20_000, 3).double()
+    built = {
+        "categorical": lambda: D.Categorical(logits=outputs),
+        "bernoulli": lambda: D.Bernoulli(logits=outputs),
+        "gaussian": lambda: D.Normal(outputs, 2.5**-0.5),
+    }[name]()
+    if name == "categorical":
+        for label in range(3):
+            share = (found == label).double().mean(0)
+            torch.testing.assert_close(share, built.probs[:, label], rtol=0, atol=0.02)
+        return
+    torch.testing.assert_close(found.mean(0), built.mean, rtol=0, atol=0.03)
+    torch.testing.assert_close(found.var(0), built.variance, rtol=0.05, atol=0.01)
+
+
+def test_what_a_likelihood_does_not_define_is_named():
+    class Own(Likelihood):
+        def log_prob(self, outputs, targets):
+            return -(outputs - targets).abs()
+
+        def predictive(self, outputs):
+            return outputs
+
+    with pytest.raises(TypeError, match="Own has no hessian_root, which curvature="):
+        Own().hessian_root(torch.zeros(2))
+    with pytest.raises(TypeError, match="Own has no sample, which curvature="):
+        Own().sample(torch.zeros(2))
+
+
+def test_a_root_of_another_shape_is_refused():
+    class Own(likelihoods.Gaussian):
+        def hessian_root(self, outputs):
+            return outputs
+
+    with pytest.raises(ValueError, match=r"Own.hessian_root must return \(Q, \*outputs.shape\), got \(4, 2\)"):
+        likelihoods.curvature_seeds(Own(), "ggn", torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize(("likelihood", "shape"), [(Categorical(), (2, 200, 9)), (Gaussian(), (2, 1025))])
+def test_too_many_columns_are_refused_with_the_way_that_takes_one(likelihood, shape):
+    with pytest.raises(ValueError, match='Use curvature="fisher", which takes one'):
+        likelihood.hessian_root(torch.zeros(shape))

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,28 @@ from slangvi import checks
 from slangvi.errors import NumericalError
 from slangvi.quadrature import softplus_expectations
 
-__all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "defer_checks", "likelihood_named"]
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "Likelihood",
+    "OutputLogLikelihood",
+    "curvature_seeds",
+    "defer_checks",
+    "likelihood_named",
+]
+
+# Most backward passes' worth of columns that a square root of an example's Hessian may have.
+MOST_COLUMNS = 1024
 
 
 class Likelihood(ABC):
-    """log p(y | f) for network outputs f."""
+    """log p(y | f) for network outputs f.
+
+    `has_constant_hessian` tells whether −∂² log p/∂f² is the same for all outputs and targets.
+    """
+
+    has_constant_hessian = False
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -30,14 +48,105 @@ class Likelihood(ABC):
     def predictive(self, outputs: Tensor) -> Tensor:
         """Outputs behind the link: class probabilities or the mean."""
 
-    def of(self, model: nn.Module) -> Callable[[Mapping[str, Tensor], tuple[Any, Tensor]], Tensor]:
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        """Return columns b of a square root of each example's Hessian, −∂² log p/∂f² = Σ_q b_q b_qᵀ, for "ggn".
+
+        Args:
+            outputs: f, (M, ...).
+
+        Returns:
+            (Q, M, ...), where Q does not depend on the examples.
+        """
+        raise TypeError(
+            f'{type(self).__name__} has no hessian_root, which curvature="ggn" takes its rows from. Define it, or use '
+            'curvature="fisher" with a method sample, or curvature="ef".'
+        )
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return targets drawn from p(y | f), for "fisher".
+
+        Args:
+            outputs: f, (M, ...).
+            generator: source of randomness, on the device of the outputs.
+        """
+        raise TypeError(
+            f'{type(self).__name__} has no sample, which curvature="fisher" takes its targets from. Define it, or use '
+            'curvature="ggn" with a method hessian_root, or curvature="ef".'
+        )
+
+    def of(self, model: nn.Module) -> OutputLogLikelihood:
         """Return the log-likelihood of a module as a function of (params, (x, y)), for `slangvi.slang.build`."""
+        return self.on(lambda params, x: torch.func.functional_call(model, dict(params), (x,)))
 
-        def log_likelihood(params: Mapping[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
-            x, y = batch
-            return self.log_prob(torch.func.functional_call(model, dict(params), (x,)), y)
+    def on(self, outputs: Callable[[Mapping[str, Tensor], Any], Tensor]) -> OutputLogLikelihood:
+        """Return the log-likelihood of a function (params, x) → outputs, as a function of (params, (x, y))."""
+        return OutputLogLikelihood(self, outputs)
 
-        return log_likelihood
+
+@dataclass(frozen=True)
+class OutputLogLikelihood:
+    """A log-likelihood, (params, (x, y)) → (M,), that knows the outputs it is made of.
+
+    Args:
+        likelihood: of targets, given the outputs.
+        outputs: (params, x) → f, (M, ...).
+    """
+
+    likelihood: Likelihood
+    outputs: Callable[[Mapping[str, Tensor], Any], Tensor]
+
+    def __call__(self, params: Mapping[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
+        """Return the log-likelihood of each example, (M,)."""
+        x, y = batch
+        return self.likelihood.log_prob(self.outputs(params, x), y)
+
+
+def curvature_seeds(
+    likelihood: Likelihood,
+    kind: str,
+    outputs: Tensor,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return gradients of the outputs whose outer products are the curvature of each example, (Q, M, ...).
+
+    For "ggn" they are the columns of a square root of −∂² log p/∂f². For "fisher" there is one, −∂ log p/∂f at a target
+    that is drawn from p(y | f): its outer product has that Hessian as its expectation.
+
+    Args:
+        likelihood: of targets, given the outputs.
+        kind: "ggn" or "fisher".
+        outputs: f, (M, ...).
+        generator: source of the targets.
+    """
+    outputs = outputs.detach()
+    if kind == "ggn":
+        seeds = likelihood.hessian_root(outputs)
+        if seeds.shape[1:] != outputs.shape:
+            raise ValueError(
+                f"{type(likelihood).__name__}.hessian_root must return (Q, *outputs.shape), got {tuple(seeds.shape)} "
+                f"for outputs of shape {tuple(outputs.shape)}."
+            )
+        return seeds
+    with torch.enable_grad():
+        free = outputs.requires_grad_()
+        value = likelihood.log_prob(free, likelihood.sample(free.detach(), generator)).sum()
+        return -torch.autograd.grad(value, free)[0].unsqueeze(0)
+
+
+def _one_entry_each(sizes: Tensor) -> Tensor:
+    """Return the root of diagonal Hessians: entry j of each example alone, for all j; sizes (M, ...) → (Q, M, ...)."""
+    flat = sizes.reshape(len(sizes), -1)
+    _check_columns(flat.shape[1])
+    return torch.diag_embed(flat).transpose(0, 1).reshape(-1, *sizes.shape)
+
+
+def _check_columns(count: int) -> None:
+    """Refuse Hessians with too many columns to go back for each."""
+    if count > MOST_COLUMNS:
+        raise ValueError(
+            f'curvature="ggn" would take {count} rows for each example, one for each output; {MOST_COLUMNS} are the '
+            'most. Use curvature="fisher", which takes one.'
+        )
 
 
 class Categorical(Likelihood):
@@ -67,6 +176,35 @@ class Categorical(Likelihood):
         check_several(outputs.shape)
         return outputs.softmax(-1)
 
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        r"""Return the columns of the Cholesky factor of diag(p) − ppᵀ, C − 1 for each position.
+
+        $$ b_k = \sqrt{p_k r_{k+1} / r_k}\,\bigl(e_k - p_{>k} / r_{k+1}\bigr), \qquad
+           r_k = \textstyle\sum_{j \ge k} p_j $$
+        """
+        _check_classes(outputs)
+        check_several(outputs.shape)
+        classes, positions = outputs.shape[-1], outputs.shape[1:-1].numel()
+        _check_columns(positions * (classes - 1))
+        tiny = torch.finfo(outputs.dtype).tiny
+        p = outputs.reshape(len(outputs), positions, classes).softmax(-1)
+        tail = p.flip(-1).cumsum(-1).flip(-1).clamp_min(tiny)
+        after = tail[..., 1:]
+        slope = -(p[..., :-1] / tail[..., :-1]).sqrt() / after.sqrt()  # of p_j in column k, for j > k
+        lower = torch.triu(slope.unsqueeze(-1) * p.unsqueeze(-2), diagonal=1)
+        pivot = (p[..., :-1] * (after / tail[..., :-1])).sqrt()
+        lower.diagonal(dim1=-2, dim2=-1).copy_(pivot)
+        columns = outputs.new_zeros(len(outputs), positions, classes - 1, positions, classes)
+        place = torch.arange(positions, device=outputs.device)
+        columns[:, place, :, place] = lower.transpose(0, 1)  # a column is zero at other positions
+        return columns.flatten(1, 2).transpose(0, 1).reshape(-1, *outputs.shape)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return a class for each position."""
+        _check_classes(outputs)
+        p = outputs.float().softmax(-1).reshape(-1, outputs.shape[-1])
+        return torch.multinomial(p, 1, generator=generator).reshape(outputs.shape[:-1])
+
 
 class Bernoulli(Likelihood):
     """Zero-one targets from logits of the same shape.
@@ -90,6 +228,14 @@ class Bernoulli(Likelihood):
     def predictive(self, outputs: Tensor) -> Tensor:
         """Sigmoid."""
         return outputs.sigmoid()
+
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        """Return √(p(1 − p)) at one output of each example, for every output."""
+        return _one_entry_each((outputs.sigmoid() * (-outputs).sigmoid()).sqrt())
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return zeros and ones."""
+        return torch.bernoulli(outputs.sigmoid(), generator=generator)
 
     def expected_log_prob(self, mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
         """Return E[log p(y | f)] for logits f ~ N(mean, variance) and y in [0, 1], without sampling, (...).
@@ -135,6 +281,8 @@ class Gaussian(Likelihood):
         tensor([-0.7258])
     """
 
+    has_constant_hessian = True
+
     def __init__(self, noise_precision: float = 1.0) -> None:
         self.noise_precision = checks.number("noise_precision", noise_precision, 0.0, hint="It is 1/σ².")
 
@@ -150,6 +298,16 @@ class Gaussian(Likelihood):
     def predictive(self, outputs: Tensor) -> Tensor:
         """The mean, unchanged."""
         return outputs
+
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        """Return √τ at one output of each example, for every output."""
+        return _one_entry_each(torch.full_like(outputs, self.noise_precision**0.5))
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return outputs with noise."""
+        noise = torch.empty_like(outputs).normal_(generator=generator)
+        targets: Tensor = outputs + noise / self.noise_precision**0.5
+        return targets
 
 
 _ONE_OUTPUT = "For one output per example take the likelihood 'bernoulli' (two classes) or 'gaussian'."

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.divergence import REACTIONS
+from slangvi.likelihoods import Likelihood, likelihood_named
 from slangvi.params import Params
 from slangvi.schedules import Schedule
 from slangvi.types import Routes
@@ -50,6 +51,8 @@ LogLikelihood = Callable[[Params, Any], Tensor]
 Check = Callable[[str, Any], Any]
 Engine = Literal["factored", "dense"]
 T = TypeVar("T")
+# Curvatures whose rows come from a pass of our own, and not from the loss.
+OWN_PASS = ("ggn", "fisher")
 # Defaults of Adam.
 BETAS = (0.9, 0.999)
 EPS = 1e-8
@@ -223,13 +226,20 @@ class FunctionalSettings(CurvatureSettings):
         engine: "factored" reads gradients off autograd's graph, one backward pass for each draw, and keeps them as
             factors where that is less; "dense" forms all of them by `torch.func`, all draws in one pass if they are
             small. None takes "factored" where there is a `model` or `curvature_rows`.
+        curvature: "ef", the empirical Fisher of the paper, from the gradients of the log-likelihood; "ggn", the
+            generalised Gauss-Newton matrix, which is the Hessian of models that are linear in their parameters; or
+            "fisher", an estimate of that from targets that are drawn, for any number of outputs. The latter two need a
+            log-likelihood that knows its outputs, such as `slangvi.Categorical().of(model)`.
     """
 
     model: nn.Module | None = None
     engine: Engine | None = checked(None, choice("factored", "dense"))
+    curvature: str = checked("ef", choice("ef", "ggn", "fisher"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.engine == "dense" and self.curvature in OWN_PASS:
+            raise ValueError(f'curvature={self.curvature!r} needs engine="factored", got "dense". Drop one of them.')
         self._check("lr", schedule(self.highest_lr))
         self._check("precision_lr", schedule(1.0))
         self._check("momentum", partial(checks.number, low=0.0, high=1.0, closed="low"))
@@ -239,7 +249,7 @@ class FunctionalSettings(CurvatureSettings):
     @property
     def reads_graph(self) -> bool:
         """Tell whether gradients are read off autograd's graph."""
-        has_reason = self.model is not None or self.curvature_rows is not None
+        has_reason = self.model is not None or self.curvature_rows is not None or self.curvature in OWN_PASS
         return self.engine == "factored" or (self.engine is None and has_reason)
 
     @property
@@ -253,12 +263,12 @@ class HessianSettings(FunctionalSettings):
     """Settings of `build` where the exact Hessian may stand in for the empirical Fisher.
 
     Args:
-        curvature: "ef", the empirical Fisher, or "hessian", the exact Hessian at every draw (of a mean-field precision,
-            its diagonal). That takes a backward pass for each of the P parameters, and needs a log-likelihood that is
-            concave, or nearly so.
+        curvature: "ef", "ggn" or "fisher" as for other methods; or "hessian", the exact Hessian at every draw (of a
+            mean-field precision, its diagonal). That takes a backward pass for each of the P parameters, and needs a
+            log-likelihood that is concave, or nearly so.
     """
 
-    curvature: str = checked("ef", choice("ef", "hessian"))
+    curvature: str = checked("ef", choice("ef", "ggn", "fisher", "hessian"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -280,9 +290,11 @@ class LowRankSettings(FunctionalSettings, _Rank):
 
 
 def _check_projection(settings: CompiledSettings | CompiledOptimizerSettings) -> None:
-    """Refuse a projection that is not captured in graphs."""
+    """Refuse what is not captured in graphs."""
     if settings.compile and settings.projection == "em":
         raise ValueError('compile=True needs projection="eig", got "em". Drop one of them.')
+    if settings.compile and settings.curvature in OWN_PASS:
+        raise ValueError(f'compile=True needs curvature="ef", got {settings.curvature!r}. Drop one of them.')
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -310,7 +322,11 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
     """Settings of optimizers that average the curvature of every example.
 
     Args:
-        curvature: "ef", the empirical Fisher of the paper.
+        curvature: "ef", the empirical Fisher of the paper, from gradients of your own loss, which has to be the
+            log-likelihood; "ggn", the generalised Gauss-Newton matrix of a `likelihood`, or "fisher", an estimate of
+            that from targets that are drawn, for any number of outputs. The latter two take a small pass of their own
+            over the `curvature_rows` examples, so that the loss may be anything, and clipping of p.grad acts.
+        likelihood: "categorical", "bernoulli", "gaussian" or a `Likelihood`, for "ggn" and "fisher".
         engine: "factored" reads gradients off autograd's graph; "dense" goes back through it once for each example
             (slow; for comparison).
     """
@@ -318,6 +334,7 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
     lr: float = per_group(0.05)
     precision_lr: float | None = per_group(None)
     curvature: str = "ef"
+    likelihood: str | Likelihood | None = checked(None, lambda name, value: likelihood_named(value))
     engine: Engine = checked("factored", choice("factored", "dense"))
 
     def __post_init__(self) -> None:
@@ -327,7 +344,14 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
                 'curvature must be "ef" for an optimizer, got "hessian": a backward pass holds no second derivatives. '
                 'Use the functional interface, build(..., curvature="hessian").'
             )
-        self._check("curvature", choice("ef"))
+        self._check("curvature", choice("ef", *OWN_PASS))
+        if self.curvature in OWN_PASS and self.likelihood is None:
+            raise ValueError(
+                f'curvature={self.curvature!r} needs a likelihood, got None. Pass likelihood="categorical", '
+                '"bernoulli", "gaussian", or a slangvi.likelihoods.Likelihood of your own.'
+            )
+        if self.curvature in OWN_PASS and self.engine == "dense":
+            raise ValueError(f'curvature={self.curvature!r} needs engine="factored", got "dense". Drop one of them.')
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

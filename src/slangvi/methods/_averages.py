@@ -9,12 +9,29 @@ from torch import Tensor
 
 from slangvi.priors import Prior
 
-__all__ = ["debiasing", "lerp", "mean_gradient"]
+__all__ = ["bounded_rate", "debiasing", "lerp", "mean_gradient"]
 
 
 def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
     """Return (1 − w)·start + w·end; w may be of another dtype."""
     return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)
+
+
+def bounded_rate(rate: Any, slope: Tensor, change: Tensor, longest: float | None) -> Any:
+    r"""Return α, or less where the step −αΔ would be longer than allowed.
+
+    Its length is $\sqrt{\alpha^2 s^\top \Delta / P}$, in posterior standard deviations of a typical parameter.
+
+    Args:
+        rate: α.
+        slope: s, the gradient of the mean, (..., P).
+        change: Δ = Λ⁻¹s, (..., P).
+        longest: allowed length; None for any.
+    """
+    if longest is None:
+        return rate
+    squared = (rate * rate * slope * change).sum(-1, keepdim=True).clamp_min(0.0) / change.shape[-1]
+    return rate * (longest / squared.sqrt()).clamp_max(1.0)
 
 
 def debiasing(momentum: float | Tensor, step: int, ages: Tensor | None = None) -> float | Tensor:

@@ -13,7 +13,7 @@ from torch.func import grad, vjp, vmap
 
 from slangvi.divergence import REMEDY, Watch
 from slangvi.errors import UnsupportedModuleError
-from slangvi.methods._gaussian import GaussianState
+from slangvi.methods._gaussian import GaussianState, longest_step, spread_of_draws
 from slangvi.methods.gather import Gatherer, RowGatherer, dense_gatherer, dtypes_of
 from slangvi.out_of_memory import out_of_memory_advice
 from slangvi.params import Params, ParamSpec
@@ -127,9 +127,13 @@ class Common(Basics):
             prior, decay = self.prior_of(state), self.settings.momentum
             taken = None if replay is None else replay(state, batch, generator, alpha, beta)
             if taken is None:
+                curvature = self.settings.curvature
                 thetas = state.precision.sample((self.settings.mc_samples,), generator, state.loc)
+                spread = spread_of_draws(state.step, curvature)
+                thetas = thetas if spread == 1.0 else torch.lerp(state.loc, thetas, spread)
                 gradients, fit = self.gather(state.spec, thetas, batch, generator)
                 options: dict[str, Any] = {"lr": Rate(alpha), "precision_lr": None if beta is None else Rate(beta)}
+                options["longest"] = longest_step(state.step + 1, curvature)
                 if hessian is not None:
                     options["curvature"] = hessian(state.spec, thetas, batch)
                 size = self.effective_num_data

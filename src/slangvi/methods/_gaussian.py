@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from slangvi.divergence import REMEDY, Watch
+from slangvi.likelihoods import Likelihood, curvature_seeds, likelihood_named
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import FlatState, state_dtype
 from slangvi.params.values import per_parameter
 from slangvi.priors import ELBO, Prior
-from slangvi.rows import FactoredGradients, GradientRecorder, RowGroup
-from slangvi.settings import CurvatureOptimizerSettings
+from slangvi.rows import FactoredGradients, GradientRecorder, OwnPass, RowGroup
+from slangvi.settings import OWN_PASS, CurvatureOptimizerSettings
 from slangvi.types import Routes
 
 __all__ = [
@@ -28,9 +29,20 @@ __all__ = [
     "Told",
     "flat_start",
     "kl_to_prior",
+    "longest_step",
+    "own_pass_of",
     "place",
+    "spread_of_draws",
     "start",
 ]
+
+
+# Steps by the likelihood's curvature whose draws have less noise; how far the mean may go in each of them, in posterior
+# standard deviations; and the last step with such a bound, which grows after them.
+FIRST_STEPS, LONGEST, LAST_BOUNDED = 50, 0.1, 500
+# Factors by which misfit may enlarge the likelihood's curvature: where that can vanish, and where it is the same for
+# all outputs (True) and a model that does not fit yet is only to be slowed down.
+MOST_ENLARGED = {False: 1e6, True: 10.0}
 
 
 class Precision(Protocol):
@@ -154,6 +166,43 @@ def place(members: Tensor) -> tuple[tuple[int, ...], str]:
     return first, f" in member {', '.join(map(str, first))} of the batch" if first else ""
 
 
+def spread_of_draws(step: int, curvature: str) -> float:
+    """Return what the noise of draws is multiplied by: 1, and less in first steps by the likelihood's curvature.
+
+    That curvature vanishes where outputs are sure and wrong, as they are at draws of a posterior that knows nothing
+    yet. First steps look near the mean, where it can be seen.
+
+    Args:
+        step: steps taken so far.
+        curvature: of the settings.
+    """
+    return min(1.0, step / FIRST_STEPS) if curvature in OWN_PASS else 1.0
+
+
+def longest_step(step: int, curvature: str) -> float | None:
+    """Return how far a step may go, in posterior standard deviations of a typical parameter; None for any length.
+
+    By the likelihood's curvature a step is as far as a quadratic model has its minimum, which is good for the draws
+    that it was made from and not much farther. The empirical Fisher is large where the minimum is far.
+
+    Args:
+        step: number of the step, from 1.
+        curvature: of the settings.
+    """
+    if curvature not in OWN_PASS or step > LAST_BOUNDED:
+        return None
+    return LONGEST * max(1.0, step / FIRST_STEPS) ** 2
+
+
+def own_pass_of(likelihood: str | Likelihood | None, curvature: str, verify: bool) -> OwnPass | None:
+    """Return the source of rows for a curvature that does not come from the loss; None for one that does."""
+    if curvature not in OWN_PASS or likelihood is None:
+        return None
+    known = likelihood_named(likelihood)
+    most = MOST_ENLARGED[known.has_constant_hessian]
+    return OwnPass(partial(curvature_seeds, known, curvature), verify, most)
+
+
 class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
     """Base of the optimizers of methods with per-example curvature."""
 
@@ -184,7 +233,8 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
             if is_due and rates["in_place"]:
                 before = replace(before, loc=before.loc.clone())  # type: ignore[type-var]
         size = settings.num_data / settings.temperature
-        state, info = self._update(self._state, gradients, num_data=size, prior=prior, **rates)
+        longest = longest_step(step, settings.curvature)
+        state, info = self._update(self._state, gradients, num_data=size, prior=prior, longest=longest, **rates)
         if is_due:
             self._watch.look(before, state, prior, alpha, gamma)
         return state, info
@@ -199,11 +249,13 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
             verify=options.verify,
             curvature_rows=options.rows_of_pass,
             generator=self.generator,
+            own_pass=own_pass_of(options.likelihood, options.curvature, options.verify),
         )
 
     def _draw(self, state: StateT, generator: torch.Generator | None) -> Tensor:
         drawn: Tensor = state.precision.sample((), generator, state.loc)  # type: ignore[attr-defined]
-        return drawn
+        spread = spread_of_draws(state.step, self.settings.curvature)
+        return drawn if spread == 1.0 else torch.lerp(state.loc, drawn, spread)
 
     def _kl(self, state: StateT, prior: Prior) -> float:
         return float(kl_to_prior(state, prior))  # type: ignore[arg-type]

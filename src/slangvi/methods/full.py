@@ -17,7 +17,7 @@ from slangvi.distributions import DensePrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import DensePrecision, factorize_dense
-from slangvi.methods._averages import mean_gradient
+from slangvi.methods._averages import bounded_rate, mean_gradient
 from slangvi.methods._build import HESSIAN_REMEDY, Common, sample
 from slangvi.methods._gaussian import GaussianOptimizer, Info, place, start
 from slangvi.methods.step import GRADIENT_REMEDY, STATE_REMEDY
@@ -76,6 +76,7 @@ def update(
     momentum: float | Tensor = 0.0,
     curvature: Tensor | None = None,
     ages: Tensor | None = None,
+    longest: float | None = None,
 ) -> tuple[State, Info]:
     r"""Take one step from per-example gradients G (R rows); leading dimensions of the state are a batch of runs.
 
@@ -99,7 +100,8 @@ def update(
     matrix.diagonal(dim1=-2, dim2=-1).add_(beta * prior.precision)
     precision = factorize_dense(matrix)
     average, gradient = mean_gradient(state, total, weight, prior, momentum, ages)
-    loc = state.loc - lr.value * precision.solve(gradient)
+    change = precision.solve(gradient)
+    loc = state.loc - bounded_rate(lr.value, gradient, change, longest) * change
     # NaN and Inf survive the sums. What of them is in the matrix reaches the diagonal of its factor.
     sums = loc.sum() + precision.cholesky.diagonal(dim1=-2, dim2=-1).sum()
     if bool(precision.failed.any()) or not math.isfinite(float(sums)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from slangvi.errors import NumericalError
+from slangvi.likelihoods import OutputLogLikelihood
+from slangvi.methods._gaussian import own_pass_of
 from slangvi.methods.step import GRADIENT_REMEDY
 from slangvi.params import Params, ParamSpec
-from slangvi.rows import FactoredGradients, Plans, RowGroup, per_example_gradients, record, watch_outputs
+from slangvi.rows import FactoredGradients, OwnPass, Plans, RowGroup, per_example_gradients, record, watch_outputs
 from slangvi.rows.dense import Together, batch_size, bytes_of, draws_at_once
 from slangvi.rows.operator import GradientOperator
+from slangvi.rows.own_pass import choose_examples, repeat_examples, single_output
 from slangvi.rows.recorder import check_modules
-from slangvi.settings import FunctionalSettings, LogLikelihood
+from slangvi.settings import OWN_PASS, FunctionalSettings, LogLikelihood
 
 __all__ = [
     "GRADIENT_REMEDY",
@@ -88,6 +91,9 @@ def checked_mean(values: Tensor) -> float:
 class RowGatherer:
     """Rows read off the graph of the log-likelihood, one backward pass for each draw.
 
+    Where the curvature does not come from the gradients, their sum is all that is taken from that pass, and rows come
+    from another one over the outputs.
+
     Args:
         log_likelihood: (params, batch) → (M,).
         settings: of the method.
@@ -99,6 +105,14 @@ class RowGatherer:
         self.plans, self.together = Plans(settings.verify), Together()
         self.dtypes = dtypes_of(settings.model)
         self.model = settings.model
+        self.own_pass: OwnPass | None = None
+        if settings.curvature in OWN_PASS:
+            if not isinstance(log_likelihood, OutputLogLikelihood):
+                raise ValueError(
+                    f"curvature={settings.curvature!r} needs a log-likelihood that knows its outputs. Build it as "
+                    "slangvi.Categorical().of(model), or as slangvi.Gaussian(τ).on(function of (params, x))."
+                )
+            self.own_pass = own_pass_of(log_likelihood.likelihood, settings.curvature, settings.verify)
 
     def __call__(
         self, spec: ParamSpec, thetas: Tensor, batch: Any, generator: torch.Generator | None = None
@@ -121,7 +135,11 @@ class RowGatherer:
                 return [found[0]], found[1]
         groups, values, count = [], [], batch_size(batch)
         for theta in thetas:
-            group, value = self._gather(spec, theta, batch, self._choose(count, thetas.device, generator))
+            chosen = self._choose(count, thetas.device, generator)
+            if self.own_pass is None:
+                group, value = self._gather(spec, theta, batch, chosen)
+            else:
+                group, value = self._gather_own(spec, theta, batch, chosen, generator)
             groups.append(group)
             values.append(value)
         return groups, torch.stack(values)
@@ -131,7 +149,7 @@ class RowGatherer:
         count, draws = batch_size(batch), len(thetas)
         takes_all = self.curvature_rows is None or self.curvature_rows >= count
         # A dimension of S must not be mistaken for the batch.
-        if not takes_all or draws in (1, count) or self.together.possible is False:
+        if not takes_all or draws in (1, count) or self.together.possible is False or self.own_pass is not None:
             return False
         limit = SHARED_BYTES if self.routes.form_bytes is None else min(SHARED_BYTES, self.routes.form_bytes)
         return max(thetas.nbytes, draws * ACTIVATIONS * bytes_of(batch)) <= limit
@@ -151,10 +169,7 @@ class RowGatherer:
         params = self.params_at(spec, theta)
         with torch.enable_grad():
             values = self.values_at(params, batch, theta.ndim > 1)
-            if not values.requires_grad:
-                raise ValueError(
-                    "log_likelihood does not depend on params: its result has no gradient. Use params in it."
-                )
+            _require_gradient(values)
             # The batch is the caller's, who gets control back only after the step.
             recording = record([values], params, chosen, self.plans, count, copy_data=lambda data: data)
             watch_outputs(recording, [values])
@@ -164,13 +179,37 @@ class RowGatherer:
                     grads = torch.autograd.grad(values, list(params.values()), ones, allow_unused=True)
             finally:
                 recording.detach()
-        found = [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads, strict=True)]
-        total = torch.cat([grad.reshape(*theta.shape[:-1], -1).to(theta.dtype) for grad in found], -1)
+        total = _joined(params, grads, theta)
         blocks = recording.blocks(theta.dtype)
         if theta.ndim > 1:
             total, blocks = total.sum(0), {name: block.split_draws(draws) for name, block in blocks.items()}
         num_chosen = None if chosen is None else len(chosen)
         return RowGroup(draws * count, blocks, total, num_chosen=num_chosen), values.detach()
+
+    def _gather_own(
+        self, spec: ParamSpec, theta: Tensor, batch: Any, chosen: Tensor | None, generator: torch.Generator | None
+    ) -> tuple[RowGroup, Tensor]:
+        """Return the gradient and rows of the likelihood's curvature at one draw (P,), and log-likelihoods (M,)."""
+        source, own_pass = self.log_likelihood, self.own_pass
+        assert own_pass is not None
+        assert isinstance(source, OutputLogLikelihood)
+        (x, y), count, params = batch, batch_size(batch), self.params_at(spec, theta)
+        with torch.enable_grad():
+            outputs = single_output(source.outputs(params, x), count)
+            values = one_per_example(source.likelihood.log_prob(outputs, y), count)
+            _require_gradient(values)
+            leaves, ones = [outputs, *params.values()], -torch.ones_like(values)
+            pull, *grads = torch.autograd.grad(values, leaves, ones, allow_unused=True)
+        num_chosen = count if chosen is None else len(chosen)
+        inputs = x if chosen is None else choose_examples(x, count, chosen)
+
+        def call(repeats: int) -> Tensor:
+            found = source.outputs(params, repeat_examples(inputs, num_chosen, repeats))
+            return single_output(found, num_chosen * repeats)
+
+        made = own_pass.rows(call, params, num_chosen, count, theta.dtype, generator)
+        size = float(pull.double().square().sum())
+        return own_pass.group(made, count, num_chosen, _joined(params, grads, theta), size), values.detach()
 
     def params_at(self, spec: ParamSpec, theta: Tensor) -> dict[str, Tensor]:
         """Return the parameters at one draw (P,), or at several (S, P) with S in front, to be differentiated by."""
@@ -192,6 +231,18 @@ class RowGatherer:
         if self.curvature_rows is None or self.curvature_rows >= count:
             return None
         return torch.randperm(count, generator=generator, device=device)[: self.curvature_rows]
+
+
+def _require_gradient(values: Tensor) -> None:
+    """Refuse log-likelihoods that do not depend on the parameters."""
+    if not values.requires_grad:
+        raise ValueError("log_likelihood does not depend on params: its result has no gradient. Use params in it.")
+
+
+def _joined(params: Params, grads: Sequence[Tensor | None], theta: Tensor) -> Tensor:
+    """Return gradients of the parameters as one vector, (..., P)."""
+    found = [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads, strict=True)]
+    return torch.cat([grad.reshape(*theta.shape[:-1], -1).to(theta.dtype) for grad in found], -1)
 
 
 def dtypes_of(model: nn.Module | None) -> dict[str, torch.dtype]:

@@ -17,7 +17,7 @@ from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import DiagonalPrecision
-from slangvi.methods._averages import lerp, mean_gradient
+from slangvi.methods._averages import bounded_rate, lerp, mean_gradient
 from slangvi.methods._build import HESSIAN_REMEDY, Common, sample
 from slangvi.methods._gaussian import GaussianOptimizer, Info, place, start
 from slangvi.methods.step import GRADIENT_REMEDY, STATE_REMEDY
@@ -74,6 +74,7 @@ def update(
     momentum: float | Tensor = 0.0,
     curvature: Tensor | None = None,
     ages: Tensor | None = None,
+    longest: float | None = None,
 ) -> tuple[State, Info]:
     r"""Take one step from per-example gradients (R rows); leading dimensions of the state are a batch of runs.
 
@@ -94,7 +95,9 @@ def update(
     total, squares = gradients.sum(), gradients.square_sum() if curvature is None else curvature
     diag = lerp(state.prec_diag, prior.precision, beta).add_((beta * weight) * squares)
     average, gradient = mean_gradient(state, total, weight, prior, momentum, ages)
-    after = State(state.loc - lr.value * (gradient / diag), diag, average, state.step + 1, state.spec)
+    change = gradient / diag
+    loc = state.loc - bounded_rate(lr.value, gradient, change, longest) * change
+    after = State(loc, diag, average, state.step + 1, state.spec)
     # NaN and Inf survive the sums.
     if not (math.isfinite(float(after.loc.sum() + diag.sum())) and bool(diag.min() > 0)):
         _check(after, total, squares)

@@ -136,6 +136,7 @@ def update(
     precision_lr: Rate | None = None,
     momentum: float | Tensor = 0.9,
     ages: Tensor | None = None,
+    longest: float | None = None,
     in_place: bool = False,
     projection: str = "eig",
 ) -> tuple[State, Info]:
@@ -159,6 +160,7 @@ def update(
         precision_lr: β; None means α.
         momentum: γ, on the likelihood gradient only.
         ages: t of each entry where some joined later, (P,); None for the state's own.
+        longest: how far the mean may go, in posterior standard deviations of a typical parameter; None for any length.
         in_place: write the new state over the old one, segment by segment, instead of into fresh memory.
         projection: "eig" as above; "em" for a step of factor analysis instead, after the first steps, in which
             directions enter by their eigenvectors.
@@ -181,6 +183,7 @@ def update(
         rates=rates,
         spec=state.spec,
         step=step,
+        longest=longest,
         by_em=projection == "em" and step > first,
     )
     return finished(new, precision, diagnostics, step, state.spec, gradients.num_rows, prior)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slangvi.errors import NumericalError
 from slangvi.linalg import LowRankPrecision, factorize
-from slangvi.linalg.products import cache_slices
+from slangvi.linalg.products import cache_slices, rows_dot_vector
 from slangvi.linalg.threads import one_thread
 from slangvi.linalg.topk import SMALL
 from slangvi.methods.projection import (
@@ -110,6 +110,7 @@ class Step:
         rates: of this step.
         spec: layout of the flat vector.
         by_em: whether the way back to the family is `FactorAnalysis`, and not `LeadingEigenvectors`.
+        longest: how far the mean may go, in posterior standard deviations of a typical parameter; None for any length.
     """
 
     def __init__(
@@ -122,7 +123,9 @@ class Step:
         rates: Rates,
         spec: ParamSpec,
         by_em: bool = False,
+        longest: float | None = None,
     ) -> None:
+        self.longest = longest
         self.old, self.new, self.gradients, self.prior, self.rates = old, new, gradients, prior, rates
         self.weight = num_data / gradients.num_rows
         self.total = gradients.sum()
@@ -233,8 +236,18 @@ class Step:
             self.new.momentum[..., cut] = slope
             away = old.loc[..., cut] - self.prior.mean[..., cut]
             slope.div_(correction_here).addcmul_(self.prior.precision[..., cut], away)
-        change = precision.solve(self.total, in_place=True)
-        torch.sub(old.loc, change.mul_(alpha), out=self.new.loc)
+        change = precision.solve(self.total, in_place=True).mul_(alpha)
+        if self.longest is not None:
+            change.mul_(shortening(precision, change, self.longest))
+        torch.sub(old.loc, change, out=self.new.loc)
+
+
+def shortening(precision: LowRankPrecision, change: Tensor, longest: float) -> Tensor:
+    """Return what a step Δ (..., P) is multiplied by so that √(ΔᵀΛΔ/P) is at most what is allowed, (..., 1)."""
+    inner = rows_dot_vector(precision.factor, change).square().sum(-1)
+    squared = inner + (precision.diag * change).mul_(change).sum(-1, dtype=torch.float64)
+    length = (squared / change.shape[-1]).sqrt().unsqueeze(-1)
+    return (longest / length).clamp_max(1.0).to(change.dtype)
 
 
 def take_step(
@@ -247,6 +260,7 @@ def take_step(
     rates: Rates,
     spec: ParamSpec,
     step: int,
+    longest: float | None = None,
     by_em: bool = False,
 ) -> tuple[LowRankPrecision, Diagnostics]:
     """Take one step from `old` to `new`, which may be the same tensors; return the factorised precision as well.
@@ -260,12 +274,13 @@ def take_step(
         rates: of this step.
         spec: layout, for messages.
         step: number of the step, for messages.
-        by_em: see `Step`.
+        longest: see `Step`.
+        by_em: likewise.
 
     Raises:
         NumericalError: if the step would not be finite. `old` is as it was then.
     """
-    work = Step(old, new, gradients, num_data, prior, rates, spec, by_em)
+    work = Step(old, new, gradients, num_data, prior, rates, spec, by_em, longest)
     small, trace, bounds = work.look(work.observe(), work.bounds())
     largest = float(trace.sum())
     if not math.isfinite(largest):

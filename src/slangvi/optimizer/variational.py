@@ -244,8 +244,9 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             self._recorder.forget_data()
             if closure is not None and not (rows or losses or self._recorder.unrecorded):
                 return None  # a batch left out on purpose: Lightning's closures then do nothing
-            scale, skip = _amplification(self.__dict__)
+            scale, skip = _amplification(self.__dict__, self._recorder.own_pass is not None)
             if not skip:
+                rows = self._recorder.with_changed_gradient(rows)
                 self._take([row.scaled(1.0 / scale) for row in rows], losses, earlier)
         except BaseException as error:
             try:
@@ -546,13 +547,16 @@ def _chosen(model: nn.Module, params: Any) -> list[Any]:
     return chosen
 
 
-def _amplification(attributes: Mapping[str, Any]) -> tuple[float, bool]:
+def _amplification(attributes: Mapping[str, Any], follows_grad: bool) -> tuple[float, bool]:
     """GradScaler's factor, and whether it found Inf, in which case a step is skipped as by every optimizer.
 
     Args:
         attributes: of the optimizer, on which GradScaler leaves them for the time of a step.
+        follows_grad: whether what was done to p.grad acts on the step.
     """
     given = attributes.get("grad_scale", 1.0)
+    if given is None and follows_grad:
+        given = 1.0
     if given is None:
         raise RuntimeError(
             "scaler.unscale_(opt) divides p.grad only, not the per-example gradients. "

@@ -14,6 +14,7 @@ from slangvi.rows.graph import make_plan as make_plan
 from slangvi.rows.graph import record as record
 from slangvi.rows.graph import watch_outputs as watch_outputs
 from slangvi.rows.linear_predictor import LinearPredictorGradients as LinearPredictorGradients
+from slangvi.rows.own_pass import OwnPass as OwnPass
 from slangvi.rows.recorder import GradientRecorder as GradientRecorder
 from slangvi.rows.rules import Meeting as Meeting
 from slangvi.rows.rules import register_rule as register_rule
@@ -26,6 +27,7 @@ __all__ = [
     "LinearPredictorGradients",
     "Meeting",
     "Outer",
+    "OwnPass",
     "Plan",
     "Plans",
     "Recording",

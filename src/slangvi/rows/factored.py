@@ -21,6 +21,8 @@ __all__ = ["FactoredGradients", "RowGroup"]
 MOST_COLUMNS, MOST_ENTRIES = 1 << 24, 1 << 26
 # The same on a CPU: temporaries that are used twice in a row should still be in the cache the second time.
 CPU_COLUMNS, CPU_ENTRIES = 1 << 17, 1 << 21
+# Squared gradients of outputs over the expected ones, from which on rows of the likelihood are enlarged.
+MISFIT = 1.5
 # Columns up to which a GPU takes runs of different kinds together.
 MOST_JOINED = 1 << 22
 # Bytes of formed rows that are always allowed.
@@ -38,8 +40,13 @@ class RowGroup:
         blocks: canonical parameter name → its gradients; a parameter that is not listed has zero gradient.
         total: Σ_r g_r as autograd computed it, (P,); None if the blocks are to be summed.
         scale: what all of them are to be multiplied by.
-        num_chosen: K, rows of the blocks where they are of some examples only; `total` is of all M examples then, and
+        num_chosen: K, examples that the blocks are of, where these are not all; `total` is of all M examples then, and
             must be there.
+        num_columns: Q, rows of each of these examples where they come from the likelihood and not from the loss, whose
+            scale they then do not have; None for one row of the loss.
+        misfit: squared length of the gradient of an example's outputs, over what the likelihood expects of it; in
+            units of the loss, squared.
+        most_enlarged: factor by which misfit may enlarge the squares of rows.
     """
 
     num_rows: int
@@ -47,16 +54,32 @@ class RowGroup:
     total: Tensor | None = None
     scale: float = 1.0
     num_chosen: int | None = None
+    num_columns: int | None = None
+    misfit: float = 0.0
+    most_enlarged: float = 1.0
 
     @property
     def height(self) -> int:
         """Rows of the blocks."""
+        return self._num_examples * (self.num_columns or 1)
+
+    @property
+    def _num_examples(self) -> int:
+        """Examples that the blocks are of."""
         return self.num_rows if self.num_chosen is None else self.num_chosen
 
     @property
     def row_scale(self) -> float:
-        """Factor of the rows, by which K of them have the second moments of all M in expectation."""
-        return self.scale * math.sqrt(self.num_rows / max(1, self.height))
+        r"""Factor of the rows, by which those of K examples have the second moments of all M in expectation.
+
+        Rows of the likelihood are enlarged where the model does not fit at all. The squared gradient of the outputs
+        has the curvature as its expectation where the likelihood is right; with much more than that, outputs may be
+        sure and wrong, where the curvature vanishes and a mean that was thrown there would go on.
+        """
+        scale = self.scale
+        if self.num_columns is not None:
+            scale = math.sqrt(min(max(1.0, self.misfit * self.scale**2 / MISFIT), self.most_enlarged))
+        return scale * math.sqrt(self.num_rows / max(1, self._num_examples))
 
     def scaled(self, factor: float) -> RowGroup:
         """Return every gradient times a number; nothing is computed yet."""

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from slangvi.rows.blocks import Block
 from slangvi.rows.eager import backward_in_this_thread, run_eagerly
 from slangvi.rows.factored import RowGroup
 from slangvi.rows.graph import TOLERANCE, Plans, Recording, record, watch_outputs
+from slangvi.rows.own_pass import OwnPass, choose_examples, repeat_examples, single_output
 
 __all__ = ["GradientRecorder", "check_modules", "check_sums"]
 
@@ -42,11 +43,17 @@ class Call:
         num_examples: M.
         recording: rows of passes through it; None where sums are all that is wanted.
         in_backward: whether it was made inside a backward pass, by activation checkpointing.
+        num_chosen: K, examples that a pass of our own goes through.
+        inputs: of these examples, positional and by keyword.
+        pull: Σ of squared gradients of the output that the likelihood takes; None before they came.
     """
 
     num_examples: int | None
     recording: Recording | None = None
     in_backward: bool = False
+    num_chosen: int = 0
+    inputs: Any = None
+    pull: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -101,6 +108,7 @@ class GradientRecorder:
         curvature_rows: examples of each backward pass whose rows are kept, drawn at random; None keeps all. They
             are weighted to stand for all: the sum of their outer products has the same expectation.
         generator: source of randomness for the choice.
+        own_pass: takes the rows from a pass of our own over these examples, and sums alone from the user's.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -124,9 +132,10 @@ class GradientRecorder:
         verify: bool = True,
         curvature_rows: int | None = None,
         generator: torch.Generator | None = None,
+        own_pass: OwnPass | None = None,
     ) -> None:
         self.model, self._spec, self.dtype = model, spec, dtype
-        self.wants_rows, self.verify = wants_rows, verify
+        self.wants_rows, self.verify, self.own_pass = wants_rows, verify, own_pass
         self.curvature_rows, self.generator = curvature_rows, generator
         self.plans = Plans(verify, by_definition)
         self.active = False
@@ -145,6 +154,10 @@ class GradientRecorder:
         self._open: list[Recording] = []
         self._tensor_hooks: list[Any] = []  # on parameters, where p.grad would not tell a pass's own gradient
         self._has_passed = False  # whether p.grad was added to since it was seen to be empty
+        self._num_in_grad = self._num_collected = (
+            0  # passes in p.grad since it was empty; collected since the last step
+        )
+        self._marks: list[tuple[int, int]] = []  # what tells p.grad as the last pass left it
         self._finalizer = weakref.finalize(self, _remove, [handles, self._tensor_hooks], self._open)
 
     def close(self) -> None:
@@ -179,6 +192,7 @@ class GradientRecorder:
     def drop(self) -> None:
         """Forget the passes recorded so far; those to come are recorded."""
         self._backwards.clear()
+        self._num_collected = 0
         self._detach()
         self.forget_data()
 
@@ -205,9 +219,45 @@ class GradientRecorder:
         self._backwards = {}
         self._detach()
         groups = [self._group(backward) for backward in signals]
+        self._num_collected += sum(len(backward.tasks) for backward in signals)
+        self._marks = self._gradient_marks()
         if not groups:
             self.forget_data()
         return groups
+
+    def _gradient_marks(self) -> list[tuple[int, int]]:
+        """Return marks that change when somebody writes to p.grad or replaces it, where that acts on the step."""
+        if self.own_pass is None:
+            return []
+        grads = (param.grad for param in self._leaves.values())
+        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+
+    def with_changed_gradient(self, groups: list[RowGroup]) -> list[RowGroup]:
+        """Return groups whose sums are what p.grad is now, where it was changed after the last pass, as by clipping.
+
+        Rows that come from the loss would have to be changed alike; only those of a pass of our own need not.
+
+        Args:
+            groups: collected since the last step.
+        """
+        marks, count = self._gradient_marks(), self._num_collected
+        self._num_collected = 0
+        is_empty = all(mark == (0, 0) for mark in marks)
+        if not groups or marks == self._marks or is_empty:
+            return groups
+        first, *others = groups
+        if count != self._num_in_grad or any(group.scale != first.scale for group in others):
+            raise UnsupportedModuleError(
+                "p.grad was changed after backward, as by clipping, and does not hold the sum of all passes since the "
+                "last step. Call zero_grad() once a step, before the first of several draws or micro-batches, which "
+                "are to be of one size; or do not change p.grad."
+            )
+        now, before = self._read_gradient(), torch.stack([g.total for g in groups if g.total is not None]).sum(0)
+        # What has become smaller, as when a GradScaler's factor is taken out, had larger gradients of outputs as well.
+        ratio = float(now.double().norm() / before.double().norm().clamp_min(torch.finfo(torch.float64).tiny))
+        rescaled = [replace(group, misfit=group.misfit * ratio**2) for group in groups]
+        zeros = [replace(group, total=torch.zeros_like(now)) for group in rescaled[1:]]
+        return [replace(rescaled[0], total=now), *zeros]
 
     # ---- while the model runs
 
@@ -229,18 +279,28 @@ class GradientRecorder:
             self._choose_hooks()
         if self.wants_rows and call.num_examples and not call.in_backward:
             chosen = self._choose(call.num_examples, outputs[0].device)
-            self.active = False  # passes that find out about a new graph are our own
-            try:
-                call.recording = record(outputs, self._leaves, chosen, self.plans, call.num_examples, self._copy_data)
-                self._open.append(call.recording)
-            finally:
-                self.active = True
-            for k, handed in zip(places, watch_outputs(call.recording, outputs), strict=True):
-                leaves[k] = handed
+            if self.own_pass is not None:
+                call.num_chosen = call.num_examples if chosen is None else len(chosen)
+                call.inputs = choose_examples((args, kwargs), call.num_examples, chosen)
+                single_output(output, call.num_examples).register_hook(partial(_measure_pull, call))
+            else:
+                handed = self._record(call, outputs, chosen)
+                leaves = [next(handed) if k in places else x for k, x in enumerate(leaves)]
         for tensor in outputs:
             tensor.register_hook(partial(_reach, weakref.ref(self), call))
         is_same = all(leaves[k] is tensor for k, tensor in zip(places, outputs, strict=True))
         return output if is_same else tree_unflatten(leaves, structure)
+
+    def _record(self, call: Call, outputs: list[Tensor], chosen: Tensor | None) -> Iterator[Tensor]:
+        """Put hooks on the graph behind some outputs; return the outputs that the caller is to use."""
+        assert call.num_examples is not None
+        self.active = False  # passes that find out about a new graph are our own
+        try:
+            call.recording = record(outputs, self._leaves, chosen, self.plans, call.num_examples, self._copy_data)
+            self._open.append(call.recording)
+        finally:
+            self.active = True
+        return iter(watch_outputs(call.recording, outputs))
 
     def _choose(self, count: int, device: torch.device) -> Tensor | None:
         """Return the examples of a batch whose rows are kept; None for all."""
@@ -288,6 +348,7 @@ class GradientRecorder:
             self._backwards.pop(task, None)
             return
         backward.completed = True
+        self._num_in_grad += 1
         if backward.reads_gradient:
             backward.total = self._read_gradient()
 
@@ -308,7 +369,7 @@ class GradientRecorder:
                 break
         else:
             _take_off(self._tensor_hooks)
-            self._has_passed = False
+            self._has_passed, self._num_in_grad = False, 0
             if not self._has_foreign_hooks():
                 return
         if not self._tensor_hooks:
@@ -334,7 +395,7 @@ class GradientRecorder:
 
     def _read_gradient(self) -> Tensor:
         """Return p.grad of all parameters, (P,); zeros for those that were not reached."""
-        if self._has_foreign_hooks():
+        if self._has_foreign_hooks() and not self._tensor_hooks:
             raise UnsupportedModuleError(
                 "a hook was put on a parameter between forward and backward, and may have changed its gradient. "
                 "Register hooks before the model is called."
@@ -376,6 +437,8 @@ class GradientRecorder:
             )
         total, recording, count = backward.total, call.recording, call.num_examples
         assert total is not None
+        if self.own_pass is not None:
+            return self._own_group(call, count, total)
         if recording is None or recording.plan is None:  # outputs were not finite, and the step must see that
             return RowGroup(count, {}, total)
         blocks = recording.blocks(self.dtype, backward.tasks)
@@ -386,6 +449,20 @@ class GradientRecorder:
         if self.verify and self._num_passes.bit_count() == 1:
             check_sums(self._spec, blocks, total, max(recording.plan.tolerance, TOLERANCE.get(self.dtype, 0.0)))
         return RowGroup(count, blocks, total)
+
+    def _own_group(self, call: Call, count: int, total: Tensor) -> RowGroup:
+        """Return the sum of the user's pass, and the rows of a pass of our own at the same weights."""
+        assert self.own_pass is not None
+        args, kwargs = call.inputs
+
+        def outputs(repeats: int) -> Tensor:
+            more_args, more_kwargs = repeat_examples((args, kwargs), call.num_chosen, repeats)
+            return single_output(self.model(*more_args, **more_kwargs), call.num_chosen * repeats)
+
+        with run_eagerly():
+            made = self.own_pass.rows(outputs, self._leaves, call.num_chosen, count, self.dtype, self.generator)
+        pull = 0.0 if call.pull is None else float(call.pull)
+        return self.own_pass.group(made, count, call.num_chosen, total, pull)
 
 
 def check_sums(spec: ParamSpec, blocks: Mapping[str, Block], total: Tensor, tolerance: float) -> None:
@@ -448,6 +525,12 @@ def _reach(owner: weakref.ref[GradientRecorder], call: Call, grad: Tensor | None
     is_own = call.recording is not None and call.recording.is_paused  # a pass inside of the one that is recorded
     if recorder is not None and recorder.active and grad is not None and not is_own:
         recorder.current_backward(is_first=True).calls[call] = None
+
+
+def _measure_pull(call: Call, grad: Tensor) -> None:
+    """Note how large the gradient of the outputs is."""
+    found = grad.detach().double().square().sum()
+    call.pull = found if call.pull is None else call.pull + found
 
 
 def _store_total(owner: weakref.ref[GradientRecorder], name: str, grad: Tensor) -> None:

@@ -1,0 +1,193 @@
+r"""A pass of our own over some examples, whose rows are a square root of the curvature by the likelihood.
+
+Rows of a training pass are gradients of its loss, and their outer products estimate the curvature only where the model
+is right (the empirical Fisher). Here the outputs f of K examples get other gradients, the columns of a root of
+$-\partial^2 \log p / \partial f^2 = \sum_q b_q b_q^\top$: with the Jacobian J of the outputs, the rows $J^\top b_q$ add
+up to the generalised Gauss-Newton matrix, $\sum_q J^\top b_q b_q^\top J$. Each example goes through the model once for
+every column, as many at a time as a batch of training has examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from slangvi.errors import NumericalError, UnsupportedModuleError
+from slangvi.rows.blocks import Block, stack
+from slangvi.rows.factored import RowGroup
+from slangvi.rows.graph import Plans, record, watch_outputs
+
+__all__ = ["OwnPass", "OwnRows", "choose_examples", "repeat_examples", "single_output"]
+
+# Outputs f (M, ...) and a source of randomness → gradients of them, (Q, M, ...).
+Seeds = Callable[[Tensor, torch.Generator | None], Tensor]
+# Entries of the roots of all repetitions together, up to which they are made in one go.
+MOST_ENTRIES = 1 << 22
+
+
+class OwnRows(NamedTuple):
+    """Rows of a pass of our own.
+
+    Args:
+        blocks: parameter name → Q·K rows.
+        num_columns: Q.
+        spread: squared length of the rows' beginnings, those gradients of the outputs, for a typical example.
+    """
+
+    blocks: dict[str, Block]
+    num_columns: int
+    spread: float
+
+
+class OwnPass:
+    """Rows that stand for the curvature of chosen examples.
+
+    Args:
+        seeds: gradients of the outputs that the rows begin with.
+        verify: compare rows with their definition, ever more rarely.
+        most_enlarged: see `RowGroup`.
+    """
+
+    def __init__(self, seeds: Seeds, verify: bool = True, most_enlarged: float = 1.0) -> None:
+        self.seeds, self.plans, self.most_enlarged = seeds, Plans(verify), most_enlarged
+        self._columns = 1  # Q when rows were last asked for
+
+    def rows(
+        self,
+        call: Callable[[int], Tensor],
+        params: Mapping[str, Tensor],
+        count: int,
+        most: int,
+        dtype: torch.dtype,
+        generator: torch.Generator | None = None,
+    ) -> OwnRows:
+        """Return the rows of some examples.
+
+        Args:
+            call: number of repetitions → outputs of the K examples, that often one after the other.
+            params: that the rows are of; leaves of the graph behind the outputs.
+            count: K.
+            most: examples that may go through the model at once.
+            dtype: of the rows.
+            generator: source of targets that are drawn.
+        """
+        found: list[dict[str, Block]] = []
+        first, spread = 0, 0.0
+        while first < self._columns:
+            repeats = min(self._columns - first, max(1, most // count))
+            with torch.enable_grad():
+                outputs = call(repeats)
+            seeds, columns = self._seeds(outputs.detach(), first, repeats, count, generator)
+            size = float(seeds.double().square().sum())
+            if not (math.isfinite(size) and bool(torch.isfinite(outputs).all())):
+                raise NumericalError(
+                    "outputs of the model are not finite for the examples that the curvature is taken from. The state "
+                    "is unchanged. Look for NaN, Inf or huge values in the inputs, or lower lr."
+                )
+            if columns != self._columns:  # outputs have another shape than the last ones
+                self._columns, first, found, spread = columns, 0, [], 0.0
+                continue
+            found.append(self._go_back(outputs, seeds, params, repeats * count, dtype))
+            first, spread = first + repeats, spread + size / count
+        blocks = found[0]
+        if len(found) > 1:
+            blocks = {name: stack([part[name] for part in found]) for name in blocks}
+        return OwnRows(blocks, self._columns, spread)
+
+    def group(self, made: OwnRows, count: int, num_chosen: int, total: Tensor, pull: float) -> RowGroup:
+        """Return rows beside the gradient of a training pass.
+
+        Args:
+            made: the rows.
+            count: M, examples of the training pass.
+            num_chosen: K.
+            total: its gradient, (P,).
+            pull: Σ of its squared gradients of the outputs.
+        """
+        misfit = pull / count / made.spread if made.spread > 0 else 0.0
+        columns, most = made.num_columns, self.most_enlarged
+        return RowGroup(count, made.blocks, total, 1.0, num_chosen, columns, misfit, most_enlarged=most)
+
+    def _seeds(
+        self, outputs: Tensor, first: int, repeats: int, count: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, int]:
+        """Return the gradients of all outputs, column first + j for repetition j, and Q.
+
+        A model with dropout has other outputs in each repetition, and each gets a column of its own root.
+        """
+        if self._columns * outputs.numel() <= MOST_ENTRIES or repeats == 1:
+            whole = self.seeds(outputs, generator)
+            if len(whole) != self._columns:
+                return whole, len(whole)
+            each = torch.arange(repeats, device=outputs.device)
+            return whole.unflatten(1, (repeats, count))[first + each, each].flatten(0, 1), len(whole)
+        roots = (self.seeds(part, generator) for part in outputs.split(count))
+        return torch.cat([root[first + j] for j, root in enumerate(roots)]), self._columns
+
+    def _go_back(
+        self, outputs: Tensor, seeds: Tensor, params: Mapping[str, Tensor], count: int, dtype: torch.dtype
+    ) -> dict[str, Block]:
+        """Return the rows of one pass."""
+        recording = record([outputs], params, None, self.plans, count, copy_data=lambda data: data)
+        handed = watch_outputs(recording, [outputs])
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # see `backward_in_this_thread`
+                torch.autograd.grad(handed, list(params.values()), [seeds.to(outputs.dtype)], allow_unused=True)
+        finally:
+            recording.detach()
+        return recording.blocks(dtype)
+
+
+def choose_examples(inputs: Any, count: int, chosen: Tensor | None) -> Any:
+    """Return a copy of inputs with some of their examples.
+
+    Args:
+        inputs: any nesting of tensors; those with M entries in the first dimension have examples there.
+        count: M.
+        chosen: indices; None for all.
+    """
+
+    def choose(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.ndim and len(x) == count):
+            return x
+        return x.detach().clone() if chosen is None else x.detach().index_select(0, chosen)
+
+    return tree_map(choose, inputs)
+
+
+def repeat_examples(inputs: Any, count: int, repeats: int) -> Any:
+    """Return inputs with all examples several times, one repetition after the other."""
+    if repeats == 1:
+        return inputs
+
+    def repeat(x: Any) -> Any:
+        has_examples = isinstance(x, Tensor) and x.ndim and len(x) == count
+        return x.repeat(repeats, *(1 for _ in x.shape[1:])) if has_examples else x
+
+    return tree_map(repeat, inputs)
+
+
+def single_output(found: Any, count: int) -> Tensor:
+    """Return the tensor that a likelihood takes: what a model returns, its `logits`, or the only one with a batch.
+
+    Args:
+        found: by the model.
+        count: M.
+    """
+    if isinstance(found, Tensor):
+        return found
+    logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    some = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.requires_grad and x.ndim and len(x) == count]
+    if len(some) == 1:
+        return some[0]
+    raise UnsupportedModuleError(
+        f"the likelihood takes one output with {count} examples in front, and the model returns {len(some)} "
+        f"({type(found).__name__}). Return a tensor, or an object with the tensor as `logits`."
+    )
