@@ -109,7 +109,7 @@ def test_no_refit_keeps_the_model_that_was_scored(place):
     settings = Settings("price", epochs=1, hidden=(), refit=False)
     model = fit(read_csv(place / "houses.csv"), settings, lambda *told: seen.append(told))
     assert seen == [("four fifths", 0, 1), ("four fifths", 1, 1)]
-    assert model.network.num_params == model.schema.features + 1
+    assert len(model.posterior.loc) == model.schema.features + 1
 
 
 def test_what_a_report_needs_is_kept(regression, classification):

@@ -58,13 +58,10 @@ class Settings:
 
 
 def fit(table: Table, settings: Settings, progress: Progress, found: Found | None = None) -> Model:
-    """Fit a model, and keep with it how it did on rows it had not seen.
+    """Fit a model, and keep with it how it did on rows it had not seen; raise a `DataError` if it cannot be done.
 
     Progress is called with a label, the epochs done and their number; `found` before training with the target, the
     schema, the number of rows used, and the cells in place of a target in rows that are left out, with counts.
-
-    Raises:
-        DataError: the table has nothing to learn from, or the network does not fit into memory.
     """
     unknown = [name for name in settings.exclude if name not in table.columns]
     if unknown:
@@ -73,9 +70,8 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
         raise DataError(f"the target {settings.target!r} cannot be excluded.")
     counting = counters(table)
     target, rows = find_target(table.without(settings.exclude), settings.target, settings.task)
-    used = set(rows.lines)
-    lines = zip(table.lines, table.columns[settings.target], strict=True)
-    left_out = dict(Counter(cell for line, cell in lines if line not in used).most_common())
+    kept, lines = set(rows.lines), zip(table.lines, table.columns[settings.target], strict=True)
+    left_out = dict(Counter(cell for line, cell in lines if line not in kept).most_common())
     y, inputs = target.encode(rows), rows.without([settings.target])
     train, held = held_out(target, y, settings.seed)
     part = inputs.take(train.tolist())
@@ -88,8 +84,8 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
     record = _evaluate(model, rows.take(held.tolist()), y[held], y[train])
     if settings.refit:
         model = _train(inputs, last, y, target, settings, progress, "all rows")
-    record |= {"rows": len(rows), "without_target": sum(left_out.values()), "left_out": left_out}
-    record |= {"settings": asdict(settings)}
+    used = {"rows": len(rows), "without_target": sum(left_out.values()), "left_out": left_out}
+    record |= {**used, "settings": asdict(settings)}
     return Model(model.schema, model.target, model.network, model.posterior, record)
 
 

@@ -60,11 +60,6 @@ class Network:
         """D, widths of the hidden layers, and C."""
         return [self.features, *self.hidden, self.outputs]
 
-    @property
-    def num_params(self) -> int:
-        """P."""
-        return num_weights(self.sizes)
-
     def module(self) -> nn.Sequential:
         """Make the layers; their own values are of no use."""
         return mlp(self.sizes, self.activation, torch.float64, torch.Generator().manual_seed(0))
@@ -170,12 +165,7 @@ def save(model: Model, folder: Path) -> None:
 
 
 def load(folder: Path) -> Model:
-    """Read a folder that `save` wrote; nothing in it is executed.
-
-    Raises:
-        DataError: it is missing, damaged, of a newer version, or not a model at all.
-        CheckpointError: the weights cannot be read.
-    """
+    """Read a folder that `save` wrote; nothing in it is executed, and what is no such folder raises a `DataError`."""
     about = _about(folder)
     try:
         schema, target = Schema.from_json(about["schema"]), Target.from_json(about["target"])
@@ -188,7 +178,7 @@ def load(folder: Path) -> Model:
     posterior = checkpoint.load(weights)
     if hashlib.sha256(weights.read_bytes()).hexdigest() != expected:
         raise _damaged(folder, f"{WEIGHTS} and {ABOUT} are not of the same fit")
-    if not isinstance(posterior, LowRankPrecisionNormal) or posterior.loc.shape != (network.num_params,):
+    if not isinstance(posterior, LowRankPrecisionNormal) or posterior.loc.shape != (num_weights(network.sizes),):
         raise _damaged(folder, f"{WEIGHTS} does not fit the network")
     return Model(schema, target, network, posterior, record)
 

@@ -49,11 +49,7 @@ class _Html(str):
 
 
 def page(model: Model) -> str:
-    """Return the report of a model.
-
-    Raises:
-        DataError: the held-out predictions in its folder cannot be understood.
-    """
+    """Return the report of a model, or raise a `DataError` if the record in its folder cannot be understood."""
     try:
         kept = {name: np.asarray(values) for name, values in model.record["held_out"].items()}
         y = kept.pop("target")
@@ -165,7 +161,7 @@ def _settings(model: Model) -> str:
     record = model.record
     fitted = "all rows" if record["settings"]["refit"] else "four fifths of the rows"
     rows = [["task", f"{model.target.task}: {model.target.why}"], ["fitted on", fitted]]
-    rows.append(["weights", f"{model.network.num_params:,}"])
+    rows.append(["weights", f"{len(model.posterior.loc):,}"])
     if model.target.task == "regression":
         rows.append(["noise (standard deviation)", readable(model.noise)])
     for key, value in {**record["settings"], **record["environment"]}.items():
