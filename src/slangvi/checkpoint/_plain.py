@@ -58,7 +58,7 @@ RECORDS = {
     "exact": Record("slangvi.methods.exact:State", ("point", "damping", "newton_damping", *_ENDS, "family")),
     "exact-point": Record("slangvi.methods.exact:Point", _PLACES),
     "replicas": Record(
-        "slangvi.replicas.state:State", ("loc", "prec_factor", "prec_diag", "momentum", "step", "failed", "spec")
+        "slangvi.replicas:State", ("loc", "prec_factor", "prec_diag", "momentum", "step", "failed", "spec")
     ),
     "LowRankPrecisionNormal": Record(
         "slangvi.distributions:LowRankPrecisionNormal", ("loc", "prec_factor", "prec_diag", "param_spec"), _UNCHECKED
