@@ -111,12 +111,7 @@ class Patience:
 class Training:
     """A network in training from a state, or from its own parameters, which are not changed.
 
-    Args:
-        module: the network.
-        options: of `slang.build`.
-        size: rows per step.
-        noise: of real targets; None for classes.
-        state: to go on from; None starts anew.
+    Options are those of `slang.build`, the size is in rows per step; there is no noise where targets are classes.
     """
 
     def __init__(
