@@ -12,11 +12,10 @@ import torch
 from helpers.csv_tables import fitted, houses, kinds
 from slangvi.errors import CheckpointError, DataError
 from slangvi.tabular import model as folder
-from slangvi.tabular.fitting import KEPT, SHOWN, Settings, fit
+from slangvi.tabular.fitting import KEPT, SHOWN, Settings, fit, score
 from slangvi.tabular.model import ABOUT, WEIGHTS, Classes, Numbers, load, save
 from slangvi.tabular.output import columns
 from slangvi.tabular.reading import read_csv
-from slangvi.tabular.scores import coverages, score
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def test_coverage_is_the_share_inside_each_interval():
     source = np.random.default_rng(0)
     predicted = Numbers(source.normal(size=50), source.uniform(0.5, 2, 50), np.zeros(50))
     y = source.normal(size=50)
-    for level, share in zip([k / 10 for k in range(1, 10)], coverages(predicted, y), strict=True):
+    for level, share in zip([k / 10 for k in range(1, 10)], predicted.coverages(y), strict=True):
         lower, upper = predicted.interval(level)
         assert share == np.mean((y >= lower) & (y <= upper))
 

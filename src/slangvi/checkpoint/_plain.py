@@ -27,8 +27,6 @@ from torch import Tensor
 from slangvi.checkpoint._format import DTYPES
 from slangvi.errors import CheckpointError
 
-__all__ = ["RECORDS", "Record", "decode", "encode", "record_of"]
-
 
 class Record(NamedTuple):
     """A class, as "module:name", whose values are made of attributes that are arguments too, and other arguments."""

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar
 
@@ -22,35 +21,21 @@ from torch import Tensor, nn
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.estimators._noise import Noise
+from slangvi.estimators._parameters import EstimatorParameters, check_parameters
 from slangvi.estimators._training import AutoRates, Patience, Rows, Training, resolve_options
 from slangvi.estimators.data import Array, Scale, held_out
-from slangvi.estimators.network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
+from slangvi.estimators.network import check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.keywords import document_fields
 from slangvi.methods import slang
 from slangvi.predict.samples import drawn_in_chunks
 
-__all__ = ["BaseSLANG"]
-
 _FLOATS = (np.float64, np.float32)
-
-
-def _unless_auto(value: Any, check: Callable[[Any], Any]) -> Any:
-    """Return None for "auto", and what a check makes of any other value."""
-    return None if isinstance(value, str) and value == "auto" else check(value)
-
-
-def _given_start(value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        raise TypeError(
-            "init_precision must be a number, a dict of parameter names or globs, a tensor, or 'auto', "
-            f"got {value!r}. Leave it out for 'auto'."
-        )
-    return value
 
 
 class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     """Parameters and training; see `SLANGClassifier` for what they mean."""
 
+    _parameters: ClassVar[type[EstimatorParameters]]
     _rates: ClassVar[AutoRates]
     _y_checks: ClassVar[dict[str, bool]]  # arguments of scikit-learn's `validate_data`
 
@@ -124,31 +109,10 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
 
         Scikit-learn wants parameters to be checked when they are needed and not before.
         """
-        layer_sizes(self.hidden_layer_sizes)
-        checks.choice("activation", self.activation, tuple(ACTIVATIONS))
-        for name in ("max_iter", "predict_samples", "n_iter_no_change"):
-            checks.count(name, getattr(self, name))
-        checks.number("validation_fraction", self.validation_fraction, 0.0, 1.0)
-        checks.number("tol", self.tol, 0.0, closed="low")
-        for name in ("early_stopping", "standardize", "warm_start"):
-            given = getattr(self, name)
-            checks.flag(name, bool(given) if isinstance(given, np.bool_) else given)
-        if self.num_data is not None:
-            checks.number("num_data", self.num_data, 0.0)
-        checks.device("device", self.device)
-        rate = partial(checks.rate, "learning_rate_init", hint="Or 'auto'.")
-        precision_rate = partial(checks.rate, "precision_learning_rate_init", high=1.0, hint="Or 'auto'.")
-        size = partial(checks.count, "batch_size", hint="Or 'auto', which is 8 to 32.")
-        options = {
-            "rank": checks.count("rank", self.rank, least=0),
-            "prior_precision": self.prior_precision,
-            "temperature": checks.number("temperature", self.temperature, 0.0),
-            "mc_samples": checks.count("mc_samples", self.mc_samples),
-            "lr": _unless_auto(self.learning_rate_init, rate),
-            "precision_lr": _unless_auto(self.precision_learning_rate_init, precision_rate),
-            "init_precision": _unless_auto(self.init_precision, _given_start),
-        }
-        return options, _unless_auto(self.batch_size, size)
+        found = check_parameters(self._parameters, self)
+        names = ("rank", "prior_precision", "temperature", "mc_samples", "init_precision")
+        rates = {"lr": found["learning_rate_init"], "precision_lr": found["precision_learning_rate_init"]}
+        return {name: found[name] for name in names} | rates, found["batch_size"]
 
     def _rows(self, X: Array, y: Array, weights: Array, generator: torch.Generator, first: bool) -> Rows:
         """Return scaled tensors without rows of weight 0; the first ones decide scales and sizes."""

@@ -21,8 +21,6 @@ from slangvi.params.values import per_parameter
 from slangvi.schedules import Cosine, Schedule, rate_at, slow_precision
 from slangvi.types import Transform
 
-__all__ = ["AutoRates", "Patience", "Rows", "Training", "resolve_options", "without_start"]
-
 # Share of a first fit for which learnt noise stays where it starts, and in which given noise falls to what it is.
 _HOLD, _FALL = 0.3, 0.6
 _MOMENTUM = 0.9

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -24,10 +25,11 @@ from slangvi.predict.samples import drawn_in_chunks
 from slangvi.tabular.schema import Schema
 from slangvi.tabular.target import Target
 
-__all__ = ["ABOUT", "WEIGHTS", "Classes", "Model", "Network", "Numbers", "load", "save"]
+__all__ = ["ABOUT", "LEVELS", "WEIGHTS", "Classes", "Model", "Network", "Numbers", "load", "save"]
 
 FORMAT, VERSION = "slangvi tabular model", 1
 WEIGHTS, ABOUT = "model.safetensors", "model.json"
+LEVELS = tuple(k / 10 for k in range(1, 10))
 # Bytes that a description may have.
 _MOST = 1 << 28
 _SAMPLES = 10_000
@@ -90,6 +92,11 @@ class Numbers:
         """Return the ends of the central interval of a normal distribution."""
         width = float(torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=torch.float64))) * self.std
         return self.mean - width, self.mean + width
+
+    def coverages(self, y: Array) -> list[float]:
+        """Return the share of targets (n,) inside the central interval of each of `LEVELS`."""
+        places = torch.special.ndtr(torch.from_numpy((y - self.mean) / self.std)).numpy()
+        return [float((np.abs(2 * places - 1) <= level).mean()) for level in LEVELS]
 
 
 @dataclass(frozen=True)

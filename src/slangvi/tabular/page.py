@@ -14,8 +14,7 @@ import torch
 from slangvi import plots
 from slangvi.errors import DataError
 from slangvi.tabular.cells import digits, number_of, readable
-from slangvi.tabular.model import Classes, Model, Numbers
-from slangvi.tabular.scores import LEVELS, coverages
+from slangvi.tabular.model import LEVELS, Classes, Model, Numbers
 
 __all__ = ["page"]
 
@@ -105,7 +104,7 @@ def _detail(model: Model, held: Numbers | Classes, y: Any) -> str:
     """Return a table of the intervals of a regression, or of the confusions of classes."""
     if isinstance(held, Numbers):
         header = ["level", *(f"{level:.0%}" for level in LEVELS)]
-        row = ["held-out targets inside", *(f"{share:.0%}" for share in coverages(held, y))]
+        row = ["held-out targets inside", *(f"{share:.0%}" for share in held.coverages(y))]
         return f"<h2>Intervals</h2>{_table(header, [row], numeric=range(1, len(row)))}"
     classes = model.target.classes
     counts = np.zeros((len(classes), len(classes)), dtype=int)
@@ -261,7 +260,7 @@ def _png(draw: Callable[[Any], object]) -> bytes:
 
 def _calibration(ax: Any, held: Numbers, y: Any) -> None:
     ax.plot([0, 1], [0, 1], color=_GREY, lw=1, ls="--", zorder=0)
-    ax.plot(LEVELS, coverages(held, y), marker="o", ms=4, lw=1.3, color=_BLUE)
+    ax.plot(LEVELS, held.coverages(y), marker="o", ms=4, lw=1.3, color=_BLUE)
     ax.set(xlabel="level of the interval", ylabel="share inside", xlim=(0, 1), ylim=(0, 1), aspect="equal")
 
 
