@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -15,13 +16,7 @@ from slangvi.errors import MemoryExceededError
 __all__ = ["human", "out_of_memory_advice", "storage_bytes", "tensors_in"]
 
 # How allocators say it where they do not raise torch.OutOfMemoryError: torch on a CPU, Windows, CUDA's own calls.
-PHRASES = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-)
+SHORTAGE = re.compile("can't allocate memory|not enough memory|out of memory|CU(BLAS|SOLVER)_STATUS_ALLOC_FAILED")
 KNOBS = {
     "rank": "lower rank: the factor, the new one and temporaries of the update are (L, P) each",
     "matrix": "use slangvi.SLANG or slangvi.slang, whose precision is linear in P: here it is (P, P), several times",
@@ -44,7 +39,7 @@ def out_of_memory_advice(doing: str, state: Any, kept: Any = ()) -> Iterator[Non
         raise
     except (RuntimeError, MemoryError) as error:
         is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not (is_known or any(phrase in str(error) for phrase in PHRASES)):
+        if not (is_known or SHORTAGE.search(str(error))):
             raise
         raise MemoryExceededError(_message(doing, state, kept, error)) from error
 

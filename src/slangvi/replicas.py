@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
@@ -606,7 +606,9 @@ class Minibatch:
 
     def take(self, index: Tensor | slice) -> Minibatch:
         """Return the data of some of the replicas."""
-        batch, constants, weights = _each(lambda x: x[index], (self.batch, self.constants, self.weights))
+        batch, constants, weights = tree_map_only(
+            Tensor, lambda x: x[index], (self.batch, self.constants, self.weights)
+        )
         return Minibatch(batch, constants, weights, self.num_examples)
 
 
@@ -616,7 +618,7 @@ def gather_rows(
     """Return the gradient of every example at draws (K, S, P), (K, S·M, P), and the log-likelihoods, (K, S, M)."""
 
     def one(params: dict[str, Tensor], example: Any, weight: Tensor | None, constants: Any) -> tuple[Tensor, Tensor]:
-        single = tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, example)
+        single = tree_map_only(Tensor, lambda x: x.unsqueeze(0), example)
         value = one_per_example(log_likelihood(params, single, constants), 1)[0]
         return -(value if weight is None else value * weight), value
 
@@ -637,7 +639,7 @@ def _dims(tree: Any) -> Any:
 def read_batch(batch: Any, counts: Any, constants: Any, like: Tensor) -> tuple[Minibatch, Tensor]:
     """Return the batch for replicas like a (K, P) tensor, and the number of examples of each, (K,) on the CPU."""
     count = len(like)
-    shapes = {tuple(x.shape[:2]) for x in tree_flatten(batch)[0] if isinstance(x, Tensor)}
+    shapes = {tuple(x.shape[:2]) for x in tree_leaves(batch) if isinstance(x, Tensor)}
     if len(shapes) != 1 or len(shape := next(iter(shapes))) != 2 or shape[0] != count or not shape[1]:
         raise ValueError(
             f"batch must hold tensors of shape ({count}, M, ...), one entry per replica and example, got first "
@@ -645,12 +647,12 @@ def read_batch(batch: Any, counts: Any, constants: Any, like: Tensor) -> tuple[M
         )
     length = shape[1]
     sizes = torch.full((count,), length) if counts is None else _checked_counts(counts, count, length)
-    constants = _each(lambda x: x.to(like.device), constants)
+    constants = tree_map_only(Tensor, lambda x: x.to(like.device), constants)
     if bool(((sizes == length) | (sizes == 0)).all()):
         return Minibatch(batch, constants, None, length), sizes
     real = (torch.arange(length) < sizes.unsqueeze(1)).to(like.device)
     # Padding repeats the first example with weight 0, so that whatever stands there cannot spoil a product.
-    filled = _each(lambda x: x.where(real.view(*real.shape, *(1,) * (x.ndim - 2)), x[:, :1]), batch)
+    filled = tree_map_only(Tensor, lambda x: x.where(real.view(*real.shape, *(1,) * (x.ndim - 2)), x[:, :1]), batch)
     return Minibatch(filled, constants, real.to(like.dtype), length), sizes
 
 
@@ -658,16 +660,11 @@ def checked_constants(constants: Any, count: int) -> Any:
     """Return tensors with K in front, or a function that gives them; None becomes an empty nesting."""
     if constants is None or callable(constants):
         return constants or ()
-    for leaf in tree_flatten(constants)[0]:
+    for leaf in tree_leaves(constants):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,):
             what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise ValueError(f"constants must be tensors with the {count} replicas in front, got {what}.")
     return constants
-
-
-def _each(function: Any, tree: Any) -> Any:
-    """Apply a function to every tensor in a nesting."""
-    return tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
 
 
 def _checked_counts(counts: Any, count: int, length: int) -> Tensor:

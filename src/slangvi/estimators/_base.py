@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar
 
@@ -88,14 +89,14 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         patience = None
         if self.early_stopping and not one_pass:
             rows, held = self._split(rows, generators[0])
-            patience = Patience(self._loss_on(held), self.tol, self.n_iter_no_change)
+            patience = Patience(partial(self._loss_on, held), self.tol, self.n_iter_no_change)
         num_data = rows.total
         if one_pass:
             num_data = seen if self.num_data is None else float(self.num_data)
         epochs = 1 if one_pass else self.max_iter
         with seeded(generators[0], self.device):
             training = self._training(rows, options, batch_size, None if one_pass else epochs, go_on)
-            losses = training.run(rows, epochs, generators, not one_pass, num_data, patience, self._report())
+            losses = training.run(rows, epochs, generators, not one_pass, num_data, patience, self._report)
         self.n_samples_seen_ = seen
         self.loss_curve_ = [*(getattr(self, "loss_curve_", []) if one_pass else []), *losses]
         self.n_iter_ = len(self.loss_curve_)
@@ -234,11 +235,11 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         first, second = torch.Generator(), torch.Generator(torch.device(self.device))
         return first.manual_seed(seeds[0]), second.manual_seed(seeds[1])
 
-    def _report(self) -> Callable[[str], object] | None:
-        if self.verbose and not callable(self.verbose):
-            return lambda line: sys.stderr.write(f"[{type(self).__name__}] {line}\n")
-        report: Callable[[str], object] | None = self.verbose or None
-        return report
+    def _report(self, line: str) -> None:
+        if callable(self.verbose):
+            self.verbose(line)
+        elif self.verbose:
+            sys.stderr.write(f"[{type(self).__name__}] {line}\n")
 
     def _draws(self, X: Any) -> Iterator[Tensor]:
         """Yield outputs at draws of the weights, (S, m, C) for chunks of rows; the same draws for every row."""
@@ -250,14 +251,10 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     def _draws_at(self, x: Tensor, state: slang.State, samples: int) -> Iterator[Tensor]:
         return drawn_in_chunks(self.module_, slang.posterior(state), x, samples, self._predict_seed)
 
-    def _loss_on(self, held: Rows) -> Callable[[slang.State, Noise | None], float]:
-        """Return a function for the mean −log predictive density of held-out rows."""
-
-        def loss(state: slang.State, noise: Noise | None) -> float:
-            values: list[Tensor] = []
-            for draws in self._draws_at(held.x, state, self.predict_samples):
-                done = sum(map(len, values))
-                values.append(self._nll(draws, held.y[done : done + draws.shape[1]], noise).cpu())
-            return float((held.weights * torch.cat(values)).sum() / held.weights.sum())
-
-        return loss
+    def _loss_on(self, held: Rows, state: slang.State, noise: Noise | None) -> float:
+        """Return the mean −log predictive density of held-out rows."""
+        values: list[Tensor] = []
+        for draws in self._draws_at(held.x, state, self.predict_samples):
+            done = sum(map(len, values))
+            values.append(self._nll(draws, held.y[done : done + draws.shape[1]], noise).cpu())
+        return float((held.weights * torch.cat(values)).sum() / held.weights.sum())

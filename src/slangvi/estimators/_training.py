@@ -138,7 +138,7 @@ class Training:
         falling: bool,
         num_data: float,
         patience: Patience | None,
-        report: Callable[[str], object] | None,
+        report: Callable[[str], object],
     ) -> list[float]:
         """Train, and return the mean negative log-likelihood of each epoch.
 
@@ -169,9 +169,8 @@ class Training:
                     "standardize=True, or give float64 data."
                 ) from error
             stop = patience is not None and patience.exhausted(self.state, self.noise, self._noise_is_final())
-            if report is not None:
-                held = "" if patience is None else f", validation nll {patience.losses[-1]:.4f}"
-                report(f"epoch {epoch} of {epochs}: nll {losses[-1]:.4f}{held}")
+            held = "" if patience is None else f", validation nll {patience.losses[-1]:.4f}"
+            report(f"epoch {epoch} of {epochs}: nll {losses[-1]:.4f}{held}")
             if stop:
                 break
         if patience is not None and patience.kept is not None:

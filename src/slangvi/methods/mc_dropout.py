@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, constraints
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from slangvi import checks
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
@@ -445,8 +445,7 @@ def _masked_gradient(
         return one_per_example(found, batch_size(examples))
 
     def at_example(flat: Tensor, mask: Masks, example: Any) -> Tensor:
-        single = tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, example)
-        return at_draw(flat, mask, single)[0]
+        return at_draw(flat, mask, tree_map_only(Tensor, lambda x: x.unsqueeze(0), example))[0]
 
     rows = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
     each = torch.func.vmap(at_example, in_dims=(None, 0, rows), randomness="different") if by_example else at_draw
