@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,22 @@ from slangvi.params import ParamSpec
 __all__ = ["DensePrecisionNormal", "LowRankPrecisionNormal", "Posterior"]
 
 
-class LowRankPrecisionNormal(Distribution):
+class Posterior(Distribution):
+    """A distribution over flat vectors, perhaps a network's weights with a known layout, drawn by any generator."""
+
+    param_spec: ParamSpec | None
+
+    @abstractmethod
+    def rsample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Differentiable draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Draws without gradients, (*sample_shape, ..., P)."""
+        return self.rsample(sample_shape, generator)
+
+
+class LowRankPrecisionNormal(Posterior):
     r"""N(μ, (UUᵀ + diag d)⁻¹), with every operation linear in P.
 
     $$ \log q(\theta) = \tfrac12\bigl[\log\det(UU^\top + \mathrm{diag}\,d) - P\log 2\pi
@@ -122,11 +138,6 @@ class LowRankPrecisionNormal(Distribution):
         """Differentiable draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
         return self.loc + self.precision.sample(torch.Size(sample_shape), generator)
 
-    @torch.no_grad()
-    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
-        """Draws without gradients, (*sample_shape, ..., P)."""
-        return self.rsample(sample_shape, generator)
-
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of `value` (..., P)."""
         if self._validate_args:
@@ -147,7 +158,7 @@ class LowRankPrecisionNormal(Distribution):
         return _sum(self.prec_diag * diff.square()) + _sum(inner.square())
 
 
-class DensePrecisionNormal(MultivariateNormal):
+class DensePrecisionNormal(Posterior, MultivariateNormal):
     """N(μ, P⁻¹) with a dense P: torch's `MultivariateNormal` that draws from a generator and knows a network's layout.
 
     Args:
@@ -188,30 +199,6 @@ class DensePrecisionNormal(MultivariateNormal):
     def rsample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Differentiable draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
         return self.precision.sample(torch.Size(sample_shape), generator, self.loc)
-
-    @torch.no_grad()
-    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
-        """Draws without gradients, (*sample_shape, ..., P)."""
-        return self.rsample(sample_shape, generator)
-
-
-class Posterior(Protocol):
-    """What the methods' `posterior` returns, as far as predictions need it."""
-
-    @property
-    def param_spec(self) -> ParamSpec | None:
-        """Names and shapes behind the flat vector."""
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """Of a batch of distributions."""
-
-    @property
-    def event_shape(self) -> torch.Size:
-        """(P,)."""
-
-    def rsample(self, sample_shape: Any = ..., generator: torch.Generator | None = ...) -> Tensor:
-        """Draws, (*sample_shape, ..., P)."""
 
 
 def _check_tensors(**values: Any) -> None:

@@ -606,9 +606,8 @@ class Minibatch:
 
     def take(self, index: Tensor | slice) -> Minibatch:
         """Return the data of some of the replicas."""
-        batch, constants, weights = tree_map_only(
-            Tensor, lambda x: x[index], (self.batch, self.constants, self.weights)
-        )
+        data = (self.batch, self.constants, self.weights)
+        batch, constants, weights = tree_map_only(Tensor, lambda x: x[index], data)
         return Minibatch(batch, constants, weights, self.num_examples)
 
 
@@ -622,18 +621,14 @@ def gather_rows(
         value = one_per_example(log_likelihood(params, single, constants), 1)[0]
         return -(value if weight is None else value * weight), value
 
-    batch, constants, weights = (_dims(x) for x in (data.batch, data.constants, data.weights))
+    given = (data.batch, data.constants, data.weights)
+    batch, constants, weights = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, given)
     rows_of = torch.func.grad(one, has_aux=True)
     for dims in ((None, batch, weights, None), (0, None, None, None), (0, batch, weights, constants)):
         rows_of = torch.func.vmap(rows_of, in_dims=dims, randomness="different")
     found, values = rows_of(spec.unflatten(thetas), data.batch, data.weights, data.constants)
     shape = (len(thetas), thetas.shape[1] * data.num_examples, -1)
     return torch.cat([found[name].reshape(shape) for name in spec.names], -1), values
-
-
-def _dims(tree: Any) -> Any:
-    """Return where vmap finds the dimension to go over: in front of tensors."""
-    return tree_map(lambda x: 0 if isinstance(x, Tensor) else None, tree)
 
 
 def read_batch(batch: Any, counts: Any, constants: Any, like: Tensor) -> tuple[Minibatch, Tensor]:

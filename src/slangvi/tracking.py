@@ -42,8 +42,13 @@ def scalars(info: Any) -> dict[str, float]:
     if getattr(info, "_prior", None) is None:
         computed -= {"kl", "elbo"}
     names = ({item.name for item in fields(info)} | computed) - _NOT_A_CURVE
-    found = {name: _number(getattr(info, name)) for name in sorted(names) if not name.startswith("_")}
-    return {name: value for name, value in found.items() if value is not None and not math.isnan(value)}
+    found = {}
+    for name in sorted(name for name in names if not name.startswith("_")):
+        value = getattr(info, name)
+        value = value.value if isinstance(value, ELBO) else value
+        if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
+            found[name] = float(value)
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def track(
@@ -97,14 +102,6 @@ def track(
             _send(to, {prefix + name: value for name, value in (rates | scalars(info)).items()}, info.step)
 
     return optimizer.register_step_post_hook(after_step)
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, ELBO):
-        return value.value
-    if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
-        return float(value)
-    return None
 
 
 def _send(to: Any, numbers: dict[str, float], step: int) -> None:

@@ -122,7 +122,13 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         X, weights = X if counts.all() else X[counts], weights[counts]  # rows are copied if they must be
         if first:
             self.input_scale_ = Scale.of(X, weights) if self.standardize else Scale.none(X.shape[1])
-            self.module_ = self._make_module(X, generator)
+            if self.module is None:
+                sizes = [X.shape[1], *layer_sizes(self.hidden_layer_sizes), self._num_outputs()]
+                dtype = torch.from_numpy(np.empty(0, X.dtype)).dtype
+                made: nn.Module = mlp(sizes, self.activation, dtype, generator)
+            else:
+                made = made_module(self.module, X.shape[1], self._num_outputs(), generator)
+            self.module_ = made.to(self.device)
         goal = torch.from_numpy(np.ascontiguousarray(targets)).to(self.device)
         goal = goal.to(input_dtype(self.module_)) if goal.is_floating_point() else goal
         return Rows(self._inputs(X), goal, torch.from_numpy(weights))
@@ -131,14 +137,6 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         """Return scaled rows as the module takes them."""
         scaled = torch.from_numpy(np.ascontiguousarray(self.input_scale_.apply(X)))
         return scaled.to(self.device, input_dtype(self.module_))
-
-    def _make_module(self, X: Array, generator: torch.Generator) -> nn.Module:
-        features, outputs = X.shape[1], self._num_outputs()
-        if self.module is not None:
-            return made_module(self.module, features, outputs, generator).to(self.device)
-        dtype = torch.from_numpy(np.empty(0, X.dtype)).dtype
-        sizes = [features, *layer_sizes(self.hidden_layer_sizes), outputs]
-        return mlp(sizes, self.activation, dtype, generator).to(self.device)
 
     def _split(self, rows: Rows, generator: torch.Generator) -> tuple[Rows, Rows]:
         """Return rows to train on, and rows to stop by."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,12 +88,10 @@ class Patience:
     loss: Callable[[slang.State, Noise | None], float]
     tol: float
     most: int
-
-    def __post_init__(self) -> None:
-        self.losses: list[float] = []
-        self.best = float("inf")
-        self.kept: tuple[slang.State, Noise | None] | None = None
-        self._since = 0
+    losses: list[float] = field(default_factory=list)
+    best: float = math.inf
+    kept: tuple[slang.State, Noise | None] | None = None
+    _since: int = 0
 
     def exhausted(self, state: slang.State, noise: Noise | None, counts: bool) -> bool:
         """Note the loss of a state, and return whether to stop; one that does not count is only noted."""

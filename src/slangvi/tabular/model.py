@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from slangvi import checkpoint
 from slangvi.distributions import LowRankPrecisionNormal
@@ -61,10 +61,6 @@ class Network:
     def sizes(self) -> list[int]:
         """D, widths of the hidden layers, and C."""
         return [self.features, *self.hidden, self.outputs]
-
-    def module(self) -> nn.Sequential:
-        """Make the layers; their own values are of no use."""
-        return mlp(self.sizes, self.activation, torch.float64, torch.Generator().manual_seed(0))
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Network:
@@ -124,7 +120,8 @@ class Model:
     def draws(self, inputs: Array) -> Iterator[Tensor]:
         """Return outputs at draws of the weights, (S, m, C) for chunks of rows (n, D); the same draws for every row."""
         net, x = self.network, torch.from_numpy(inputs)
-        return drawn_in_chunks(net.module(), self.posterior, x, net.samples, net.seed)
+        module = mlp(net.sizes, net.activation, x.dtype, torch.Generator())  # its own weights are of no use
+        return drawn_in_chunks(module, self.posterior, x, net.samples, net.seed)
 
     def means(self, inputs: Array) -> Iterator[Tensor]:
         """Yield the means of a regression at draws of the weights, (S, m) for chunks of rows."""

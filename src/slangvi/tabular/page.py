@@ -88,18 +88,6 @@ def _cards(model: Model) -> str:
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _plots(model: Model, held: Numbers | Classes, y: Any) -> str:
-    cards = []
-    for title, about, picture in _pictures(model, held, y):
-        data = base64.b64encode(picture).decode()
-        image = f'<img alt="{escape(title)}" src="data:image/png;base64,{data}">'
-        cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(about)}</p>{image}</div>')
-    note = ""
-    if len(y) < model.record["held_out_rows"]:
-        note = f"<p>The pictures show {len(y):,} of the held-out rows.</p>"
-    return f'<h2>Pictures</h2>{note}<div class="plots">{"".join(cards)}</div>'
-
-
 def _detail(model: Model, held: Numbers | Classes, y: Any) -> str:
     """Return a table of the intervals of a regression, or of the confusions of classes."""
     if isinstance(held, Numbers):
@@ -187,8 +175,8 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterab
     return f'<div class="wide"><table><tr>{cells("th", header)}</tr>{body}</table></div>'
 
 
-def _pictures(model: Model, held: Numbers | Classes, y: Any) -> list[tuple[str, str, bytes]]:
-    """Return title, meaning, and PNG of each picture; no text of the data is drawn, so that none can spoil them."""
+def _plots(model: Model, held: Numbers | Classes, y: Any) -> str:
+    """Return pictures with titles and meanings; no text of the data is drawn, so that none can spoil them."""
     drawn: list[tuple[str, str, Callable[[Any], object]]]
     if isinstance(held, Classes):
         probs, labels = torch.from_numpy(held.probs), torch.from_numpy(y)
@@ -239,7 +227,14 @@ def _pictures(model: Model, held: Numbers | Classes, y: Any) -> list[tuple[str, 
             lambda ax: _weights(ax, model),
         ),
     ]
-    return [(title, about, _png(draw)) for title, about, draw in drawn]
+    cards = [
+        f'<div class="card"><h3>{title}</h3><p>{escape(about)}</p><img alt="{title}" src="data:image/png;base64,'
+        f'{base64.b64encode(_png(draw)).decode()}"></div>'
+        for title, about, draw in drawn
+    ]
+    is_part = len(y) < model.record["held_out_rows"]
+    note = f"<p>The pictures show {len(y):,} of the held-out rows.</p>" if is_part else ""
+    return f'<h2>Pictures</h2>{note}<div class="plots">{"".join(cards)}</div>'
 
 
 def _png(draw: Callable[[Any], object]) -> bytes:
