@@ -213,7 +213,7 @@ def _sum(terms: Tensor, dims: int = 1) -> Tensor:
     return terms.sum(tuple(range(-dims, 0)), dtype=torch.float64)
 
 
-def _as_vector(normal: Any, size: int) -> Any:
+def _as_vector(normal: Any, size: int, dtype: torch.dtype) -> Any:
     """Return a diagonal normal as one of rank 0 over P coordinates, for all of which one number may stand."""
     if isinstance(normal, Independent):
         if not isinstance(normal.base_dist, Normal) or len(normal.event_shape) != 1:
@@ -226,15 +226,15 @@ def _as_vector(normal: Any, size: int) -> Any:
         return normal
     given = normal.loc.shape[-1:] or torch.Size((1,))
     shape = (*normal.loc.shape[:-1], size if given[0] == 1 else given[0])
-    loc, precision = normal.loc.expand(shape), normal.scale.square().reciprocal().expand(shape)
-    return LowRankPrecisionNormal(loc, loc.new_zeros(*shape, 0), precision, validate_args=False)
+    loc, scale = normal.loc.expand(shape).to(dtype), normal.scale.expand(shape).to(dtype)
+    return LowRankPrecisionNormal(loc, loc.new_zeros(*shape, 0), scale.square().reciprocal(), validate_args=False)
 
 
 def _kl(q: Any, p: Any) -> Tensor:
     """Return ½ [tr(P_p Σ_q) + (μ_q−μ_p)ᵀP_p(μ_q−μ_p) − P + logdet P_q − logdet P_p] of two normals."""
     dtype = torch.promote_types(q.mean.dtype, p.mean.dtype)
     size = (q if isinstance(p, Normal | Independent) else p).event_shape[0]
-    q, p = _as_vector(q, size), _as_vector(p, size)
+    q, p = _as_vector(q, size, dtype), _as_vector(p, size, dtype)
     if q.event_shape != p.event_shape:
         raise ValueError(
             f"KL needs distributions of the same event shape, got {tuple(q.event_shape)} and {tuple(p.event_shape)}."

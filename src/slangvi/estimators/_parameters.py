@@ -17,8 +17,8 @@ from slangvi.settings import Check, checked, choice
 
 
 def _or_auto(check: Check) -> Check:
-    """Return a check that lets "auto" pass."""
-    return lambda name, value: value if isinstance(value, str) and value == "auto" else check(name, value)
+    """Return a check that makes None of "auto"."""
+    return lambda name, value: None if isinstance(value, str) and value == "auto" else check(name, value)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -124,10 +124,9 @@ class RegressorParameters(EstimatorParameters):
 
 def check_parameters(kind: type[EstimatorParameters], given: Any) -> dict[str, Any]:
     """Return the parameters that are attributes of an estimator, checked and converted; None stands for "auto"."""
-    found = {}
+    found = {item.name: getattr(given, item.name) for item in fields(kind)}
     for item in fields(kind):
-        value, check = getattr(given, item.name), item.metadata.get("check")
+        value, check = found[item.name], item.metadata.get("check")
         if check is not None and not (value is None and item.default is None):
-            value = check(item.name, value)
-        found[item.name] = None if isinstance(value, str) and value == "auto" else value
+            found[item.name] = check(item.name, value)
     return found
