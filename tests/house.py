@@ -15,7 +15,7 @@ LIBRARY, REPRODUCTION = ROOT / "src" / "slangvi", ROOT / "reproduction" / "src" 
 
 # Each room imports from the lines above its own, and from itself.
 LAYERS = (
-    ("errors", "files", "types", "keywords", "live_bytes", "environment"),
+    ("errors", "files", "types", "keywords", "environment"),
     ("checks", "out_of_memory"),
     ("params", "linalg", "quadrature", "priors"),
     ("distributions", "rows", "likelihoods", "schedules"),

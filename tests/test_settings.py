@@ -16,7 +16,7 @@ from torch import nn
 import slangvi
 from slangvi import settings
 from slangvi.keywords import field_docs, keywords_of
-from slangvi.replicas.run import ReplicaSettings
+from slangvi.replicas import ReplicaSettings
 from slangvi.settings import CompiledSettings, CurvatureOptimizerSettings, LowRankSettings
 
 BUILDS = {name: getattr(slangvi, name).build for name in ("slang", "online_eig", "mean_field", "full", "bbb")}

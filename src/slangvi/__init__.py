@@ -62,129 +62,57 @@ if TYPE_CHECKING:
     from slangvi.tracking import track as track
     from slangvi.types import Routes as Routes
 
-__all__ = [
-    # methods
-    "SLANG",
-    "slang",
-    "VOGN",
-    "mean_field",
-    "FullGaussian",
-    "full",
-    "OnlineEig",
-    "online_eig",
-    "exact",
-    "BBB",
-    "bbb",
-    "MCDropout",
-    "mc_dropout",
-    "replicas",
-    "inverse_time",
-    "slow_precision",
-    "ELBO",
-    # estimators
-    "SLANGClassifier",
-    "SLANGRegressor",
-    # distributions and likelihoods
-    "LowRankPrecisionNormal",
-    "DensePrecisionNormal",
-    "Bernoulli",
-    "Categorical",
-    "Gaussian",
-    # prediction
-    "functional_samples",
-    "predictive_samples",
-    "linearised_predictive",
-    "decompose_uncertainty",
-    "metrics",
-    "plots",
-    # checkpoints
-    "save",
-    "load",
-    "checkpoint",
-    # tracking
-    "track",
-    "tracking",
-    # data
-    "data",
-    # memory and speed
-    "estimate_memory",
-    "estimate_prediction_memory",
-    "Routes",
-    # extension and errors
-    "register_rule",
-    "VariationalOptimizer",
-    "CheckpointError",
-    "DataError",
-    "MemoryExceededError",
-    "DivergenceError",
-    "DivergenceWarning",
-    "NumericalError",
-    "UnsupportedModuleError",
-    "UnverifiedGradientsWarning",
-    "__version__",
-]
-
 # Importing torch takes seconds. Names are looked up on first use, so that the command line answers at once.
-_HOMES = {
-    "ELBO": "slangvi.priors",
-    "inverse_time": "slangvi.schedules",
-    "slow_precision": "slangvi.schedules",
-    "LowRankPrecisionNormal": "slangvi.distributions",
-    "DensePrecisionNormal": "slangvi.distributions",
-    "CheckpointError": "slangvi.errors",
-    "load": "slangvi.checkpoint",
-    "save": "slangvi.checkpoint",
-    "DataError": "slangvi.errors",
-    "MemoryExceededError": "slangvi.errors",
-    "DivergenceError": "slangvi.errors",
-    "DivergenceWarning": "slangvi.errors",
-    "NumericalError": "slangvi.errors",
-    "UnsupportedModuleError": "slangvi.errors",
-    "UnverifiedGradientsWarning": "slangvi.errors",
-    "SLANGClassifier": "slangvi.estimators",
-    "SLANGRegressor": "slangvi.estimators",
-    "estimate_memory": "slangvi.memory",
-    "register_rule": "slangvi.rows",
-    "Bernoulli": "slangvi.likelihoods",
-    "Categorical": "slangvi.likelihoods",
-    "Gaussian": "slangvi.likelihoods",
-    "BBB": "slangvi.methods.bbb",
-    "MCDropout": "slangvi.methods.mc_dropout",
-    "SLANG": "slangvi.methods.slang",
-    "VOGN": "slangvi.methods.mean_field",
-    "FullGaussian": "slangvi.methods.full",
-    "OnlineEig": "slangvi.methods.online_eig",
-    "VariationalOptimizer": "slangvi.optimizer",
-    "functional_samples": "slangvi.predict",
-    "predictive_samples": "slangvi.predict",
-    "linearised_predictive": "slangvi.predict",
-    "decompose_uncertainty": "slangvi.predict",
-    "estimate_prediction_memory": "slangvi.predict",
-    "track": "slangvi.tracking",
-    "Routes": "slangvi.types",
+_NAMES = {
+    "checkpoint": ("load", "save"),
+    "distributions": ("DensePrecisionNormal", "LowRankPrecisionNormal"),
+    "errors": (
+        "CheckpointError",
+        "DataError",
+        "DivergenceError",
+        "DivergenceWarning",
+        "MemoryExceededError",
+        "NumericalError",
+        "UnsupportedModuleError",
+        "UnverifiedGradientsWarning",
+    ),
+    "estimators": ("SLANGClassifier", "SLANGRegressor"),
+    "likelihoods": ("Bernoulli", "Categorical", "Gaussian"),
+    "memory": ("estimate_memory",),
+    "methods.bbb": ("BBB",),
+    "methods.full": ("FullGaussian",),
+    "methods.mc_dropout": ("MCDropout",),
+    "methods.mean_field": ("VOGN",),
+    "methods.online_eig": ("OnlineEig",),
+    "methods.slang": ("SLANG",),
+    "optimizer": ("VariationalOptimizer",),
+    "predict": (
+        "decompose_uncertainty",
+        "estimate_prediction_memory",
+        "functional_samples",
+        "linearised_predictive",
+        "predictive_samples",
+    ),
+    "priors": ("ELBO",),
+    "rows": ("register_rule",),
+    "schedules": ("inverse_time", "slow_precision"),
+    "tracking": ("track",),
+    "types": ("Routes",),
 }
-_MODULES = {
-    "slang": "slangvi.methods.slang",
-    "mean_field": "slangvi.methods.mean_field",
-    "full": "slangvi.methods.full",
-    "online_eig": "slangvi.methods.online_eig",
-    "exact": "slangvi.methods.exact",
-    "bbb": "slangvi.methods.bbb",
-    "mc_dropout": "slangvi.methods.mc_dropout",
-    "checkpoint": "slangvi.checkpoint",
-    "data": "slangvi.data",
-    "metrics": "slangvi.metrics",
-    "plots": "slangvi.plots",
-    "replicas": "slangvi.replicas",
-    "tracking": "slangvi.tracking",
-}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_METHODS = ("bbb", "exact", "full", "mc_dropout", "mean_field", "online_eig", "slang")
+_MODULES = ("checkpoint", "data", "metrics", "plots", "replicas", "tracking")
+
+__all__ = ["__version__", *_HOMES, *_METHODS, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(f"slangvi.{_HOMES[name]}"), name)
+    if name in _METHODS:
+        return import_module(f"slangvi.methods.{name}")
     if name in _MODULES:
-        return import_module(_MODULES[name])
+        return import_module(f"slangvi.{name}")
     raise AttributeError(f"module 'slangvi' has no attribute {name!r}")
 
 

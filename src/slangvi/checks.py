@@ -51,9 +51,7 @@ def rank(name: str, value: Any) -> int:
 def betas(value: Any) -> tuple[float, float]:
     """Adam's two averaging weights."""
     if not isinstance(value, Sequence) or len(value) != 2:
-        raise TypeError(
-            f"betas must be a pair of numbers in [0, 1), got {value!r}. Adam's usual ones are (0.9, 0.999)."
-        )
+        raise TypeError(f"betas must be a pair of numbers in [0, 1), got {value!r}. Adam's usual ones: (0.9, 0.999).")
     first, second = (number("betas", x, 0.0, 1.0, closed="low", hint="Adam's are (0.9, 0.999).") for x in value)
     return first, second
 
@@ -73,12 +71,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def device(name: str, value: Any) -> torch.device:
-    """A device of torch that is there, or the name of one.
-
-    Example:
-        >>> device("device", "cpu:0")
-        device(type='cpu', index=0)
-    """
+    """A device of torch that is there, or the name of one."""
     try:
         found = torch.device(value)
     except (RuntimeError, TypeError) as error:

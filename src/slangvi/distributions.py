@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,22 @@ from slangvi.params import ParamSpec
 __all__ = ["DensePrecisionNormal", "LowRankPrecisionNormal", "Posterior"]
 
 
-class LowRankPrecisionNormal(Distribution):
+class Posterior(Distribution):
+    """A distribution over flat vectors, perhaps a network's weights with a known layout, drawn by any generator."""
+
+    param_spec: ParamSpec | None
+
+    @abstractmethod
+    def rsample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Differentiable draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Draws without gradients, (*sample_shape, ..., P)."""
+        return self.rsample(sample_shape, generator)
+
+
+class LowRankPrecisionNormal(Posterior):
     r"""N(μ, (UUᵀ + diag d)⁻¹), with every operation linear in P.
 
     $$ \log q(\theta) = \tfrac12\bigl[\log\det(UU^\top + \mathrm{diag}\,d) - P\log 2\pi
@@ -122,11 +138,6 @@ class LowRankPrecisionNormal(Distribution):
         """Differentiable draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
         return self.loc + self.precision.sample(torch.Size(sample_shape), generator)
 
-    @torch.no_grad()
-    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
-        """Draws without gradients, (*sample_shape, ..., P)."""
-        return self.rsample(sample_shape, generator)
-
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of `value` (..., P)."""
         if self._validate_args:
@@ -147,7 +158,7 @@ class LowRankPrecisionNormal(Distribution):
         return _sum(self.prec_diag * diff.square()) + _sum(inner.square())
 
 
-class DensePrecisionNormal(MultivariateNormal):
+class DensePrecisionNormal(Posterior, MultivariateNormal):
     """N(μ, P⁻¹) with a dense P: torch's `MultivariateNormal` that draws from a generator and knows a network's layout.
 
     Args:
@@ -189,30 +200,6 @@ class DensePrecisionNormal(MultivariateNormal):
         """Differentiable draws, (*sample_shape, ..., P); `generator` keeps the global RNG untouched."""
         return self.precision.sample(torch.Size(sample_shape), generator, self.loc)
 
-    @torch.no_grad()
-    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
-        """Draws without gradients, (*sample_shape, ..., P)."""
-        return self.rsample(sample_shape, generator)
-
-
-class Posterior(Protocol):
-    """What the methods' `posterior` returns, as far as predictions need it."""
-
-    @property
-    def param_spec(self) -> ParamSpec | None:
-        """Names and shapes behind the flat vector."""
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """Of a batch of distributions."""
-
-    @property
-    def event_shape(self) -> torch.Size:
-        """(P,)."""
-
-    def rsample(self, sample_shape: Any = ..., generator: torch.Generator | None = ...) -> Tensor:
-        """Draws, (*sample_shape, ..., P)."""
-
 
 def _check_tensors(**values: Any) -> None:
     for name, value in values.items():
@@ -226,8 +213,8 @@ def _sum(terms: Tensor, dims: int = 1) -> Tensor:
     return terms.sum(tuple(range(-dims, 0)), dtype=torch.float64)
 
 
-def _diagonal(normal: Normal | Independent[Any], size: int) -> Normal:
-    """Return a diagonal normal of P dimensions; one number stands for all coordinates."""
+def _as_vector(normal: Any, size: int, dtype: torch.dtype) -> Any:
+    """Return a diagonal normal as one of rank 0 over P coordinates, for all of which one number may stand."""
     if isinstance(normal, Independent):
         if not isinstance(normal.base_dist, Normal) or len(normal.event_shape) != 1:
             raise NotImplementedError(
@@ -235,54 +222,42 @@ def _diagonal(normal: Normal | Independent[Any], size: int) -> Normal:
                 f"Independent({type(normal.base_dist).__name__}) with event shape {tuple(normal.event_shape)}."
             )
         normal = normal.base_dist
+    if not isinstance(normal, Normal):
+        return normal
     given = normal.loc.shape[-1:] or torch.Size((1,))
-    if given[0] not in (1, size):
-        raise _event_error(torch.Size((size,)), given)
-    shape = (*normal.loc.shape[:-1], size)
-    return Normal(normal.loc.expand(shape), normal.scale.expand(shape), validate_args=False)
-
-
-def _event_error(a: torch.Size, b: torch.Size) -> ValueError:
-    return ValueError(f"KL needs distributions of the same event shape, got {tuple(a)} and {tuple(b)}.")
+    shape = (*normal.loc.shape[:-1], size if given[0] == 1 else given[0])
+    loc, scale = normal.loc.expand(shape).to(dtype), normal.scale.expand(shape).to(dtype)
+    return LowRankPrecisionNormal(loc, loc.new_zeros(*shape, 0), scale.square().reciprocal(), validate_args=False)
 
 
 def _kl(q: Any, p: Any) -> Tensor:
     """Return ½ [tr(P_p Σ_q) + (μ_q−μ_p)ᵀP_p(μ_q−μ_p) − P + logdet P_q − logdet P_p] of two normals."""
     dtype = torch.promote_types(q.mean.dtype, p.mean.dtype)
-    if isinstance(p, Normal | Independent):
-        p = _diagonal(p, q.event_shape[0])
-    elif isinstance(q, Normal | Independent):
-        q = _diagonal(q, p.event_shape[0])
-    elif q.event_shape != p.event_shape:
-        raise _event_error(q.event_shape, p.event_shape)
-    else:
-        batch = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
-        q, p = q.expand(batch), p.expand(batch)
+    size = (q if isinstance(p, Normal | Independent) else p).event_shape[0]
+    q, p = _as_vector(q, size, dtype), _as_vector(p, size, dtype)
+    if q.event_shape != p.event_shape:
+        raise ValueError(
+            f"KL needs distributions of the same event shape, got {tuple(q.event_shape)} and {tuple(p.event_shape)}."
+        )
+    batch = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
+    q, p = (x if x.batch_shape == batch else x.expand(batch) for x in (q, p))
     distance = _trace(q, p) + _quadratic(p, q.loc - p.loc)
-    kl: Tensor = 0.5 * (distance - q.loc.shape[-1] + _logdet(q) - _logdet(p))
+    kl: Tensor = 0.5 * (distance - size + _logdet(q) - _logdet(p))
     return kl.to(dtype)
 
 
 def _trace(q: Any, p: Any) -> Tensor:
     """Return tr(P_p Σ_q)."""
-    variance = q.variance
-    if isinstance(p, Normal):
-        return _sum(variance / p.variance)
-    if isinstance(p, LowRankPrecisionNormal):
-        if isinstance(q, Normal):
-            return _sum((p.prec_diag + p.prec_factor.square().sum(-1)) * variance)
-        if isinstance(q, LowRankPrecisionNormal):
-            return _sum(p.prec_diag * variance) + q.precision.inv_quadratic(p.prec_factor.movedim(-1, 0)).sum(0)
-        return _sum(p.prec_diag * variance) + _sum((q.scale_tril.mT @ p.prec_factor).square(), 2)
-    if isinstance(q, Normal):
-        return _sum(p.precision_matrix.diagonal(dim1=-2, dim2=-1) * variance)
-    return _sum(p.precision_matrix * q.covariance_matrix, 2)
+    if not isinstance(p, LowRankPrecisionNormal):
+        return _sum(p.precision_matrix * q.covariance_matrix, 2)
+    trace = _sum(p.prec_diag * q.variance)
+    if isinstance(q, LowRankPrecisionNormal):
+        return trace + q.precision.inv_quadratic(p.prec_factor.movedim(-1, 0)).sum(0)
+    return trace + _sum((q.scale_tril.mT @ p.prec_factor).square(), 2)
 
 
 def _quadratic(p: Any, diff: Tensor) -> Tensor:
     """Return xᵀ P_p x."""
-    if isinstance(p, Normal):
-        return _sum((diff / p.scale).square())
     if isinstance(p, LowRankPrecisionNormal):
         return p._quadratic(diff)
     if isinstance(p, DensePrecisionNormal):
@@ -294,8 +269,7 @@ def _logdet(normal: Any) -> Tensor:
     """Return the logdet of a precision."""
     if isinstance(normal, LowRankPrecisionNormal | DensePrecisionNormal):
         return normal.precision.logdet()
-    scale = normal.scale if isinstance(normal, Normal) else normal.scale_tril.diagonal(dim1=-2, dim2=-1)
-    return -2.0 * _sum(scale.log())
+    return -2.0 * _sum(normal.scale_tril.diagonal(dim1=-2, dim2=-1).log())
 
 
 register_kl(LowRankPrecisionNormal, LowRankPrecisionNormal)(_kl)

@@ -42,15 +42,7 @@ def step_length(before: Any, after: Any, prior: Prior, lr: float | Tensor, momen
     $$ \tfrac1P\,\Delta^\top\Lambda\Delta = -\tfrac1P\,\alpha\,\tilde g^\top\Delta $$
 
     needs no solve. (Where groups have rates of their own, α weighs each entry.) Nothing is read from the device.
-
     States have `loc`, (..., P), the later one also `momentum` and `step`; α, γ and the step broadcast with `loc`.
-
-    Example:
-        >>> from types import SimpleNamespace as S
-        >>> before = S(loc=torch.zeros(2))
-        >>> after = S(loc=torch.tensor([-2.0, 0.0]), momentum=torch.tensor([8.0, 0.0]), step=1)  # Λ = 4, α = 1
-        >>> step_length(before, after, Prior(torch.ones(2), torch.zeros(2)), 1.0, 0.0)
-        tensor(2.8284)
     """
     gradient = after.momentum / (1 - momentum**after.step) + prior.precision * (before.loc - prior.mean)
     squared: Tensor = -(lr * gradient * (after.loc - before.loc)).sum(-1) / before.loc.shape[-1]
@@ -95,11 +87,9 @@ class Watch:
     def _judge(self, lr: Sequence[float], step: int) -> None:
         ordered = self._lengths.reshape(LOOKS, -1).sort(0).values.T.tolist()
         straight = straightness(self._places).flatten().tolist()
-        lost = [
-            k
-            for k, (far, ahead, rate) in enumerate(zip(ordered, straight, lr, strict=True))
-            if far[round((1 - SHARE) * LOOKS)] > FARTHEST and (rate >= 1.0 or not ahead > STRAIGHT)
-        ]
+        far = [found[round((1 - SHARE) * LOOKS)] > FARTHEST for found in ordered]
+        astray = [rate >= 1.0 or not ahead > STRAIGHT for rate, ahead in zip(lr, straight, strict=True)]
+        lost = [k for k in range(len(lr)) if far[k] and astray[k]]
         if not lost:
             return
         first, more = lost[0], f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
@@ -117,11 +107,6 @@ class Watch:
 
 
 def straightness(places: Tensor) -> Tensor:
-    """Return net over travelled distance between places (n, ..., K), (...): 1 is straight on, 0 is back at the start.
-
-    Example:
-        >>> straightness(torch.tensor([[0.0], [1.0], [2.0]])), straightness(torch.tensor([[0.0], [1.0], [0.0]]))
-        (tensor(1.), tensor(0.))
-    """
+    """Return net over travelled distance between places (n, ..., K), (...): 1 is straight on, 0 a round trip."""
     travelled, net = places.diff(dim=0).norm(dim=-1).sum(0), (places[-1] - places[0]).norm(dim=-1)
     return torch.where((travelled > 0) & travelled.isfinite(), net / travelled, 0.0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import platform
 import re
 import time
-from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,14 @@ import torch
 
 from slangvi import __version__
 
-__all__ = ["PLATFORM", "cpu_name", "device_name", "environment", "platform_facts", "versions"]
+__all__ = ["PLATFORM", "cpu_name", "device_name", "environment", "platform_facts"]
 
 # Names of the facts that numbers depend on.
 PLATFORM = ("device", "python", "torch")
 
 
 def environment(command: str, device: str, seconds: float) -> dict[str, Any]:
-    """Command, device, threads, versions, date, and the seconds a run took.
-
-    Args:
-        command: as it was typed.
-        device: "cpu" or "cuda".
-        seconds: wall-clock time.
-    """
+    """Return command, device, threads, versions, date, and the seconds a run took."""
     return {
         "command": command,
         "device_type": device,
@@ -40,36 +32,17 @@ def environment(command: str, device: str, seconds: float) -> dict[str, Any]:
 
 
 def platform_facts(device: str) -> dict[str, str]:
-    """What a number was computed on: device, Python, torch.
-
-    Args:
-        device: "cpu" or "cuda".
-    """
+    """Return what a number was computed on: device, Python, torch."""
     return dict(zip(PLATFORM, (device_name(device), platform.python_version(), torch.__version__), strict=True))
 
 
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Name → version of those packages that are installed."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def device_name(device: str) -> str:
-    """The device by its makers' name.
-
-    Args:
-        device: "cpu", "cuda" or the like.
-    """
+    """Return the device by its makers' name, for "cpu", "cuda" or the like."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
 
 
 def cpu_name(listing: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor by its makers' name where the system tells it."""
+    """Return the processor by its makers' name where the system tells it."""
     text = listing.read_text(encoding="utf-8") if listing.is_file() else ""
     found = re.search(r"^model name\s*: (.+)$", text, re.M)
     return found[1].strip() if found else platform.processor() or "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 import time
@@ -19,12 +20,7 @@ def put(path: Path, write: Callable[[IO[bytes]], object], previous: Path | None 
     """Write a file, folders included, under another name and then rename it; nothing is left of a failed attempt.
 
     The bytes are on the disk before the name is, so that whoever looks, even after the process or the machine died,
-    finds the old file or the new one.
-
-    Args:
-        path: of the file.
-        write: writes to the open draft.
-        previous: name under which the file that was there is kept; None lets it go.
+    finds the old file or the new one. If `previous` is given, the file that was there is kept under that name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path)
@@ -89,19 +85,9 @@ def _keep(path: Path, previous: Path) -> None:
 
 def _sweep(path: Path) -> None:
     """Remove drafts of processes that died; whoever lives holds a lock on the draft, and has just written to it."""
-    start = f".{path.name}."
-    for entry in path.parent.iterdir():  # a name may hold what a glob would take for a pattern
-        if entry.name.startswith(start) and entry.name.endswith(".tmp"):
-            with suppress(OSError):
-                _remove_if_idle(entry)
-
-
-def _remove_if_idle(draft: Path) -> None:
-    if time.time() - draft.stat().st_mtime < _IDLE:
-        return
-    handle = os.open(draft, os.O_RDWR)
-    try:
-        if try_lock(handle):
-            draft.unlink()
-    finally:
-        os.close(handle)
+    for draft in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with suppress(OSError):
+            if time.time() - draft.stat().st_mtime > _IDLE:
+                with draft.open("r+b") as file:
+                    if try_lock(file.fileno()):
+                        draft.unlink()

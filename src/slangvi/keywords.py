@@ -29,11 +29,7 @@ _OPTIONS = re.compile(r"^(?P<indent> *)options: .*\n(?:(?P=indent) +.*\n)*", re.
 def keywords_of(
     settings: Callable[P, Any],
 ) -> Callable[[Callable[Concatenate[A, ...], R]], Callable[Concatenate[A, P], R]]:
-    """Show the fields of a settings class as keywords of a function that has one argument besides `**options`.
-
-    Args:
-        settings: a dataclass whose docstring says what its fields mean under "Args:".
-    """
+    """Show the fields of a settings class as keywords of a function that has one argument besides `**options`."""
     return lambda function: _show(function, settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -15,13 +16,7 @@ from slangvi.errors import MemoryExceededError
 __all__ = ["human", "out_of_memory_advice", "storage_bytes", "tensors_in"]
 
 # How allocators say it where they do not raise torch.OutOfMemoryError: torch on a CPU, Windows, CUDA's own calls.
-PHRASES = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-)
+SHORTAGE = re.compile("can't allocate memory|not enough memory|out of memory|CU(BLAS|SOLVER)_STATUS_ALLOC_FAILED")
 KNOBS = {
     "rank": "lower rank: the factor, the new one and temporaries of the update are (L, P) each",
     "matrix": "use slangvi.SLANG or slangvi.slang, whose precision is linear in P: here it is (P, P), several times",
@@ -35,32 +30,18 @@ KNOBS = {
 def out_of_memory_advice(doing: str, state: Any, kept: Any = ()) -> Iterator[None]:
     """Turn an out-of-memory error inside the block into one that says what to change; costs nothing otherwise.
 
-    Args:
-        doing: what the block does, for the message: "in the update".
-        state: a method's state, with `spec` and perhaps `prec_factor` (L, P) or `prec_matrix` (P, P).
-        kept: row groups kept for the step, or anything that holds tensors.
-
-    Example:
-        >>> from slangvi import slang
-        >>> state = slang.init({"w": torch.zeros(1000)}, rank=4)
-        >>> with out_of_memory_advice("in the update", state):
-        ...     raise torch.OutOfMemoryError("CUDA out of memory.")
-        Traceback (most recent call last):
-        slangvi.errors.MemoryExceededError: memory ran out in the update, with P = 1,000 parameters, rank L = 4...
+    The message says what the block was `doing`, such as "in the update", and what the method's state takes; `kept` are
+    row groups kept for the step, or anything that holds tensors.
     """
     try:
         yield
     except MemoryExceededError:
         raise
     except (RuntimeError, MemoryError) as error:
-        if not _is_shortage(error):
+        is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not (is_known or SHORTAGE.search(str(error))):
             raise
         raise MemoryExceededError(_message(doing, state, kept, error)) from error
-
-
-def _is_shortage(error: Exception) -> bool:
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or any(phrase in str(error) for phrase in PHRASES)
 
 
 def _message(doing: str, state: Any, kept: Any, error: Exception) -> str:
@@ -105,12 +86,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def human(nbytes: float) -> str:
-    """Bytes in the unit a reader likes.
-
-    Example:
-        >>> human(0), human(2048), human(5_000_000_000)
-        ('0 B', '2.0 KiB', '4.7 GiB')
-    """
+    """Format a number of bytes in the unit a reader likes, such as 4.7 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -41,7 +41,7 @@ def reliability_diagram(
     there = found.size > 0
     ax = _axes(ax)
     ax.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", zorder=0)
-    ax.plot(_listed(found.confidence[there]), _listed(found.accuracy[there]), marker="o", ms=4, lw=1.3, label=label)
+    ax.plot(found.confidence[there].tolist(), found.accuracy[there].tolist(), marker="o", ms=4, lw=1.3, label=label)
     ax.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), aspect="equal")
     return _finished(ax, label)
 
@@ -61,7 +61,7 @@ def confidence_histogram(
     right, sure = metrics.accuracy(probs, labels), probs.double().max(-1).values.clamp_max(1.0)
     ax = _axes(ax)
     edges = torch.linspace(0, 1, checks.count("bins", bins) + 1).tolist()
-    ax.hist(_listed(sure), bins=edges, weights=[1 / len(labels)] * len(labels), alpha=0.6, label=label)
+    ax.hist(sure.tolist(), bins=edges, weights=[1 / len(labels)] * len(labels), alpha=0.6, label=label)
     color = ax.patches[-1].get_facecolor()[:3]
     ax.axvline(float(sure.mean()), color=color, ls="--", lw=1.3)
     ax.axvline(right, color=color, ls="-", lw=1.3)
@@ -83,7 +83,7 @@ def risk_coverage_curve(
     """
     found = metrics.risk_coverage(probs, labels, uncertainty)
     ax = _axes(ax)
-    ax.plot(_listed(found.coverage), _listed(found.risk), lw=1.3, label=label)
+    ax.plot(found.coverage.tolist(), found.risk.tolist(), lw=1.3, label=label)
     ax.set(xlabel="coverage", ylabel="error rate", xlim=(0, 1))
     ax.set_ylim(bottom=0)
     return _finished(ax, label)
@@ -106,7 +106,7 @@ def entropy_histograms(probs: Mapping[str, Tensor], bins: int = 40, ax: Axes | N
     for name, each in probs.items():
         # Rounding may put even predictions beyond log C, where there is no bin.
         inside = metrics.predictive_entropy(each).double().clamp(edges[0], edges[-1])
-        ax.hist(_listed(inside), bins=edges, density=True, alpha=0.5, label=name)
+        ax.hist(inside.tolist(), bins=edges, density=True, alpha=0.5, label=name)
     ax.set(xlabel="predictive entropy, nats", ylabel="density", xlim=(0, most))
     return _finished(ax, "names")
 
@@ -161,11 +161,6 @@ def _axes(ax: Axes | None) -> Axes:
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install 'slangvi[plot]'") from error
     return plt.subplots(layout="constrained")[1]
-
-
-def _listed(values: Tensor) -> list[float]:
-    found: list[float] = values.detach().cpu().tolist()
-    return found
 
 
 def _finished(ax: Axes, label: str | None) -> Axes:

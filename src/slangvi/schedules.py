@@ -56,10 +56,6 @@ def warmed_up(precision_lr: float, step: int) -> float:
     The mean moves by α P⁻¹ĝ. A precision that starts at `init_precision` and learns with a small β needs 1/β steps to
     hear of the curvature; a mean that moves faster than that overshoots, to where gradients are larger still. A rate of
     zero stays zero.
-
-    Example:
-        >>> [warmed_up(0.3, step) for step in (1, 2, 3)]
-        [0.5, 0.3333333333333333, 0.3]
     """
     return max(precision_lr, 1.0 / (step + 1)) if precision_lr else 0.0
 

@@ -289,24 +289,13 @@ class LowRankSettings(FunctionalSettings, _Rank):
     momentum: float = per_group(0.9)
 
 
-def _check_projection(settings: CompiledSettings | CompiledOptimizerSettings) -> None:
-    """Refuse what is not captured in graphs."""
-    if settings.compile and settings.projection == "em":
-        raise ValueError('compile=True needs projection="eig", got "em". Drop one of them.')
-    if settings.compile and settings.curvature in OWN_PASS:
-        raise ValueError(f'compile=True needs curvature="ef", got {settings.curvature!r}. Drop one of them.')
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CompiledSettings(LowRankSettings):
-    """Settings of `slangvi.slang.build`.
+class _Compiled(CheckedFields):
+    """Settings of SLANG alone.
 
     Args:
         projection: way back from the new precision to low rank plus diagonal: "eig" keeps the leading eigenvectors, as
             in the paper; "em" takes a step of factor analysis, which does not depend on the scale of the inputs.
-        compile: capture draws, forward, backward and update in CUDA graphs and replay them: faster for networks whose
-            kernels are small. Needs `engine="factored"` and a CUDA device; otherwise a warning says why steps run
-            eagerly. Python code in `log_likelihood` then runs only when a graph is captured and when a check is due.
     """
 
     projection: str = checked("eig", choice("eig", "em"))
@@ -314,7 +303,22 @@ class CompiledSettings(LowRankSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_projection(self)
+        if self.compile and self.projection == "em":
+            raise ValueError('compile=True needs projection="eig", got "em". Drop one of them.')
+        curvature = getattr(self, "curvature", "ef")
+        if self.compile and curvature in OWN_PASS:
+            raise ValueError(f'compile=True needs curvature="ef", got {curvature!r}. Drop one of them.')
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CompiledSettings(_Compiled, LowRankSettings):
+    """Settings of `slangvi.slang.build`.
+
+    Args:
+        compile: capture draws, forward, backward and update in CUDA graphs and replay them: faster for networks whose
+            kernels are small. Needs `engine="factored"` and a CUDA device; otherwise a warning says why steps run
+            eagerly. Python code in `log_likelihood` then runs only when a graph is captured and when a check is due.
+    """
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -363,22 +367,13 @@ class LowRankOptimizerSettings(CurvatureOptimizerSettings, _Rank):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CompiledOptimizerSettings(LowRankOptimizerSettings):
+class CompiledOptimizerSettings(_Compiled, LowRankOptimizerSettings):
     """Settings of `slangvi.SLANG`.
 
     Args:
-        projection: way back from the new precision to low rank plus diagonal: "eig" keeps the leading eigenvectors, as
-            in the paper; "em" takes a step of factor analysis, which does not depend on the scale of the inputs.
         compile: replay the update from CUDA graphs, once rows of the same shapes were seen twice; forward and backward
             are the user's own. Without a CUDA device a warning says so and steps run eagerly.
     """
-
-    projection: str = checked("eig", choice("eig", "em"))
-    compile: bool = checked(False, checks.flag)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_projection(self)
 
 
 # ---- methods that move by Adam

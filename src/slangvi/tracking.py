@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cached_property
 from numbers import Real
@@ -24,7 +24,7 @@ _NOT_A_CURVE = {"step", "expected_log_likelihood"}  # the axis, and the loss wit
 
 
 def scalars(info: Any) -> dict[str, float]:
-    """The single numbers that an `Info` tells, by name; those that are not known, and tensors of several, stay out.
+    """Return the single numbers that an `Info` tells, by name, without unknown ones and tensors of several.
 
     Args:
         info: `opt.info`, or what `update` returns beside the state.
@@ -42,8 +42,13 @@ def scalars(info: Any) -> dict[str, float]:
     if getattr(info, "_prior", None) is None:
         computed -= {"kl", "elbo"}
     names = ({item.name for item in fields(info)} | computed) - _NOT_A_CURVE
-    found = {name: _number(getattr(info, name)) for name in sorted(names) if not name.startswith("_")}
-    return {name: value for name, value in found.items() if value is not None and not math.isnan(value)}
+    found = {}
+    for name in sorted(name for name in names if not name.startswith("_")):
+        value = getattr(info, name)
+        value = value.value if isinstance(value, ELBO) else value
+        if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
+            found[name] = float(value)
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def track(
@@ -78,8 +83,12 @@ def track(
         raise TypeError(f"optimizer must be one of slangvi's, got {type(optimizer).__name__}.")
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string, got {type(prefix).__name__}.")
-    send, gap = _sender(to), checks.count("every", every)
-    sent: list[Any] = [optimizer.info]
+    if not (callable(to) or isinstance(to, logging.Logger) or hasattr(to, "add_scalar") or hasattr(to, "set_postfix")):
+        raise TypeError(
+            f"to must be a writer with add_scalar, a meter with set_postfix, a logging.Logger or a function of "
+            f"(numbers, step), got {type(to).__name__}."
+        )
+    gap, sent = checks.count("every", every), [optimizer.info]
 
     def after_step(opt: Any, args: Any, kwargs: Any) -> None:
         info = opt.info
@@ -88,56 +97,22 @@ def track(
         last, sent[0] = sent[0], info
         # A batch that was passed over makes another info of the same step, and so does going back to a saved state.
         if last is None or info.step != last.step or info.skipped == last.skipped:
-            rates = _rates(opt.param_groups)
-            send({prefix + name: value for name, value in (rates | scalars(info)).items()}, info.step)
+            groups = opt.param_groups
+            rates = {"lr" if len(groups) == 1 else f"lr/{k}": float(group["lr"]) for k, group in enumerate(groups)}
+            _send(to, {prefix + name: value for name, value in (rates | scalars(info)).items()}, info.step)
 
     return optimizer.register_step_post_hook(after_step)
 
 
-def _rates(groups: list[dict[str, Any]]) -> dict[str, float]:
-    """`lr`, with the number of the group when there are several."""
-    if len(groups) == 1:
-        return {"lr": float(groups[0]["lr"])}
-    return {f"lr/{k}": float(group["lr"]) for k, group in enumerate(groups)}
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, ELBO):
-        return value.value
-    if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
-        return float(value)
-    return None
-
-
-def _sender(to: Any) -> Send:
-    """How numbers get there, by the first row that fits."""
-    for fits, send in _PLACES:
-        if fits(to):
-            return lambda numbers, step: send(to, numbers, step)
-    raise TypeError(
-        f"to must be a writer with add_scalar, a meter with set_postfix, a logging.Logger or a function of (numbers, "
-        f"step), got {type(to).__name__}."
-    )
-
-
-def _to_writer(writer: Any, numbers: Mapping[str, float], step: int) -> None:
-    for name, value in numbers.items():
-        writer.add_scalar(name, value, step)
-
-
-def _to_meter(meter: Any, numbers: Mapping[str, float], step: int) -> None:
-    meter.set_postfix({"step": step, **{name.rpartition("/")[2]: f"{value:.4g}" for name, value in numbers.items()}})
-
-
-def _to_logger(logger: logging.Logger, numbers: Mapping[str, float], step: int) -> None:
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("step %d: %s", step, ", ".join(f"{name} {value:.6g}" for name, value in numbers.items()))
-
-
-# A row for each kind of place: how it is recognised, and how it is told.
-_PLACES: list[tuple[Callable[[Any], bool], Callable[[Any, dict[str, float], int], Any]]] = [
-    (lambda to: isinstance(to, logging.Logger), _to_logger),
-    (lambda to: hasattr(to, "add_scalar"), _to_writer),
-    (lambda to: hasattr(to, "set_postfix"), _to_meter),
-    (callable, lambda to, numbers, step: to(numbers, step)),
-]
+def _send(to: Any, numbers: dict[str, float], step: int) -> None:
+    """Send numbers to a place in its own way."""
+    if isinstance(to, logging.Logger):
+        to.info("step %d: %s", step, ", ".join(f"{name} {value:.6g}" for name, value in numbers.items()))
+    elif hasattr(to, "add_scalar"):
+        for name, value in numbers.items():
+            to.add_scalar(name, value, step)
+    elif hasattr(to, "set_postfix"):
+        short = {name.rpartition("/")[2]: f"{value:.4g}" for name, value in numbers.items()}
+        to.set_postfix({"step": step, **short})
+    else:
+        to(numbers, step)

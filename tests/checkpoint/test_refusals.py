@@ -89,9 +89,9 @@ def test_another_device_is_refused_unless_asked_for(path, monkeypatch):
     """There is one device here: the header is made to tell of another."""
     model, x, y = model_and_data()
     opt = train(make(model), x, y)
-    real = api._numbers
+    real = api._describe
     with monkeypatch.context() as patch:
-        patch.setattr(api, "_numbers", lambda *args: real(*args) | {"device": "cuda"})
+        patch.setattr(api, "_describe", lambda *args: real(*args) | {"device": "cuda"})
         slangvi.save(path, opt)
     other = make(model_and_data(9)[0], seed=5)
     random = other.generator.get_state()

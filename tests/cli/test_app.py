@@ -46,7 +46,7 @@ def test_commands_of_the_reproduction_say_in_one_line_how_to_get_them(name, argu
 
 
 def test_packages_add_commands_by_entry_points(monkeypatch):
-    point = EntryPoint("more", "slangvi.cli.report:report", command_line.ENTRY_POINTS)
+    point = EntryPoint("more", "slangvi.cli.tables:report", command_line.ENTRY_POINTS)
     monkeypatch.setattr(command_line, "entry_points", lambda group: [point] * (group == "slangvi.commands"))
     assert "more" in invoke("--help").output
     assert "more [OPTIONS]" in invoke("more", "--help").output

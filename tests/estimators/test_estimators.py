@@ -104,7 +104,7 @@ def test_memory_of_predictions_and_scores_does_not_grow_with_the_rows(hidden, sa
     model = SLANGRegressor(**settings, random_state=0).fit(inputs[:40], inputs[:40, 0])
     held = Rows(torch.from_numpy(inputs), torch.zeros(20_000, 1).double(), torch.ones(20_000).double())
     assert allocated(lambda: model.predict(inputs)) < 5e6
-    assert allocated(lambda: model._loss_on(held)(model.state_, model._kept_noise())) < 5e6
+    assert allocated(lambda: model._loss_on(held, model.state_, model._kept_noise())) < 5e6
 
 
 def test_float32_data_are_learnt_in_float32():

@@ -12,11 +12,10 @@ import torch
 from helpers.csv_tables import fitted, houses, kinds
 from slangvi.errors import CheckpointError, DataError
 from slangvi.tabular import model as folder
-from slangvi.tabular.fitting import KEPT, SHOWN, Settings, fit
+from slangvi.tabular.fitting import KEPT, SHOWN, Settings, fit, score
 from slangvi.tabular.model import ABOUT, WEIGHTS, Classes, Numbers, load, save
 from slangvi.tabular.output import columns
 from slangvi.tabular.reading import read_csv
-from slangvi.tabular.scores import coverages, score
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def test_coverage_is_the_share_inside_each_interval():
     source = np.random.default_rng(0)
     predicted = Numbers(source.normal(size=50), source.uniform(0.5, 2, 50), np.zeros(50))
     y = source.normal(size=50)
-    for level, share in zip([k / 10 for k in range(1, 10)], coverages(predicted, y), strict=True):
+    for level, share in zip([k / 10 for k in range(1, 10)], predicted.coverages(y), strict=True):
         lower, upper = predicted.interval(level)
         assert share == np.mean((y >= lower) & (y <= upper))
 
@@ -109,7 +108,7 @@ def test_no_refit_keeps_the_model_that_was_scored(place):
     settings = Settings("price", epochs=1, hidden=(), refit=False)
     model = fit(read_csv(place / "houses.csv"), settings, lambda *told: seen.append(told))
     assert seen == [("four fifths", 0, 1), ("four fifths", 1, 1)]
-    assert model.network.num_params == model.schema.features + 1
+    assert len(model.posterior.loc) == model.schema.features + 1
 
 
 def test_what_a_report_needs_is_kept(regression, classification):

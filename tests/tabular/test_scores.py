@@ -8,10 +8,9 @@ import torch
 from helpers.csv_tables import fitted, kinds
 from slangvi import metrics
 from slangvi.tabular.cells import readable
-from slangvi.tabular.fitting import Settings, fit
+from slangvi.tabular.fitting import Settings, fit, score
 from slangvi.tabular.model import Classes
 from slangvi.tabular.reading import parse
-from slangvi.tabular.scores import score
 
 
 def test_scores_of_tiny_targets_are_not_shown_as_zero():

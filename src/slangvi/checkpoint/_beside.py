@@ -13,8 +13,6 @@ from torch import Tensor
 from slangvi.checkpoint._plain import decode, encode
 from slangvi.errors import CheckpointError
 
-__all__ = ["check_extras", "encode_extras", "restored"]
-
 
 def encode_extras(extras: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return for each name how its value is put back, what it is, and the value as JSON."""
@@ -52,34 +50,30 @@ def _set_state(value: Any, state: Any) -> None:
             value.load_state_dict(state)
 
 
-def check_extras(saved: Mapping[str, Any], given: Mapping[str, Any], across_devices: bool) -> str:
-    """Say for which of the things beside the run a file has nothing, or nothing that fits; empty if all fit."""
+def check_extras(saved: Mapping[str, Any], given: Mapping[str, Any], across_devices: bool) -> None:
+    """Raise a `CheckpointError` unless a file has something that fits for each thing beside the run, and no more."""
     for name, value in given.items():
         if name not in saved:
-            return f"it holds no {name!r}; beside the run it holds {sorted(saved) or 'nothing'}"
-        if value is not None and (problem := _unfit(name, saved[name], value, across_devices)):
-            return problem
+            raise CheckpointError(f"it holds no {name!r}; beside the run it holds {sorted(saved) or 'nothing'}.")
+        if value is not None:
+            _check_extra(name, saved[name], value, across_devices)
     for name, entry in saved.items():
         if entry["how"] != "value" and name not in given:
-            return (
+            raise CheckpointError(
                 f"it also holds {name!r} ({entry['class']}), without which the run would not go on as it was. Pass "
-                f"{name}=..., or {name}=None to leave it out"
+                f"{name}=..., or {name}=None to leave it out."
             )
-    return ""
 
 
-def _unfit(name: str, entry: Mapping[str, Any], value: Any, across_devices: bool) -> str:
+def _check_extra(name: str, entry: Mapping[str, Any], value: Any, across_devices: bool) -> None:
     if entry["how"] == "value":
-        return f"{name!r} is a plain value; slangvi.checkpoint.describe(path)['values'] has it"
+        raise CheckpointError(f"{name!r} is a plain value; slangvi.checkpoint.describe(path)['values'] has it.")
     how, kind = _how_and_class(value)
     if how == entry["how"] == "generators" and len(value) == len(entry["value"]):
-        pairs = zip(entry["value"], value, strict=True)
-        return next(filter(None, (_unfit(name, part, one, across_devices) for part, one in pairs)), "")
-    if how == entry["how"] == "generator" and across_devices:
-        return ""
-    if (how, kind) != (entry["how"], entry["class"]):
-        return f"{name!r} is {entry['class']!r} ({entry['how']}), and this is {kind!r} ({how})"
-    return ""
+        for part, one in zip(entry["value"], value, strict=True):
+            _check_extra(name, part, one, across_devices)
+    elif (how, kind) != (entry["how"], entry["class"]) and not (how == entry["how"] == "generator" and across_devices):
+        raise CheckpointError(f"{name!r} is {entry['class']!r} ({entry['how']}), and this is {kind!r} ({how}).")
 
 
 @contextmanager

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from slangvi.errors import CheckpointError
 
-__all__ = ["DTYPES", "VERSION", "DamagedError", "ForeignError", "read", "write"]
-
 FORMAT, VERSION = "slangvi checkpoint", 1
 # Names of dtypes in safetensors; others cannot be held.
 DTYPES = {
@@ -97,9 +95,7 @@ def _sha256(text: str) -> str:
 def read(path: Path, with_tensors: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the header and the tensors on the CPU, every bit of them checked; or no tensors, if these are there.
 
-    Raises:
-        DamagedError: there is no such file, or not every byte is what was written.
-        CheckpointError: the file is something else, or of a newer version.
+    If there is no such file, or not every byte is what was written, the error is a `DamagedError`.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise CheckpointError(f"{path} is not a file. Give the path of a checkpoint.")

@@ -27,8 +27,6 @@ from torch import Tensor
 from slangvi.checkpoint._format import DTYPES
 from slangvi.errors import CheckpointError
 
-__all__ = ["RECORDS", "Record", "decode", "encode", "record_of"]
-
 
 class Record(NamedTuple):
     """A class, as "module:name", whose values are made of attributes that are arguments too, and other arguments."""
@@ -58,7 +56,7 @@ RECORDS = {
     "exact": Record("slangvi.methods.exact:State", ("point", "damping", "newton_damping", *_ENDS, "family")),
     "exact-point": Record("slangvi.methods.exact:Point", _PLACES),
     "replicas": Record(
-        "slangvi.replicas.state:State", ("loc", "prec_factor", "prec_diag", "momentum", "step", "failed", "spec")
+        "slangvi.replicas:State", ("loc", "prec_factor", "prec_diag", "momentum", "step", "failed", "spec")
     ),
     "LowRankPrecisionNormal": Record(
         "slangvi.distributions:LowRankPrecisionNormal", ("loc", "prec_factor", "prec_diag", "param_spec"), _UNCHECKED

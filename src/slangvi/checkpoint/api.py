@@ -152,17 +152,15 @@ def _restore(
         )
     try:
         if into is not None:
-            problem = _header_mismatch(header, _describe(into), across_devices)
+            _check_header(header, _describe(into), across_devices)
         elif header["kind"] == "optimizer":
-            problem = "it is of an optimizer. Build one on the model like the one that was saved, and pass it as `into`"
-        else:
-            problem = ""
-        problem = problem or check_extras(header["extras"], extras, across_devices)
-        run: Any = None if problem else decode(header["run"], tensors)
+            raise CheckpointError(
+                "it is of an optimizer. Build one on the model like the one that was saved, and pass it as `into`."
+            )
+        check_extras(header["extras"], extras, across_devices)
+        run: Any = decode(header["run"], tensors)
     except (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"its header cannot be understood ({type(error).__name__}: {error}).") from error
-    if problem:
-        raise CheckpointError(f"{problem}.")
     try:
         with restored(header["extras"], tensors, extras):
             if isinstance(into, VariationalOptimizer):
@@ -170,9 +168,10 @@ def _restore(
                     run["slangvi"]["generator"] = None  # a state of another device's generator means nothing
                 into.load_state_dict(run)
                 return into
-            if into is not None and (problem := _field_mismatch(run, into)):
-                raise CheckpointError(f"{problem}.")
-            return run if into is None else _on_devices_of(into, run)
+            if into is None:
+                return run
+            _check_fields(run, into)
+            return _on_devices_of(into, run)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
 
@@ -290,17 +289,16 @@ def _describe(thing: Any) -> dict[str, Any]:
     else:
         state, method = thing, str(record_of(thing))
         kind, dtypes = "state" if hasattr(thing, "spec") else "posterior", None
-    versions = {"slangvi": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    return {**versions, "kind": kind, "method": method, **_numbers(state, dtypes)}
-
-
-def _numbers(state: Any, dtypes: list[str] | None) -> dict[str, Any]:
-    """Return sizes, dtypes and the step of a state or posterior; `dtypes` are those of the parameters."""
     spec: ParamSpec | None = getattr(state, "spec", getattr(state, "param_spec", None))
     loc, factor, step = state.loc, getattr(state, "prec_factor", None), getattr(state, "step", None)
     names, shapes = ((), ()) if spec is None else (spec.names, spec.shapes)
     parameters = zip(names, shapes, dtypes or [str(loc.dtype)] * len(names), strict=True)
     return {
+        "slangvi": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "kind": kind,
+        "method": method,
         "num_params": loc.shape[-1],
         "rank": None if factor is None else factor.shape[-1 if hasattr(state, "param_spec") else -2],
         "dtype": str(loc.dtype),
@@ -310,51 +308,52 @@ def _numbers(state: Any, dtypes: list[str] | None) -> dict[str, Any]:
     }
 
 
-def _header_mismatch(about: dict[str, Any], here: dict[str, Any], across_devices: bool) -> str:
-    """Say what differs first between the header of a file and the description of a thing; empty if nothing does."""
+def _check_header(about: dict[str, Any], here: dict[str, Any], across_devices: bool) -> None:
+    """Raise a `CheckpointError` on the first difference between the header of a file and the description of a thing."""
     for key, word in (("kind", "of kind"), ("method", "of method"), ("rank", "of rank L =")):
         if about[key] != here[key]:
-            return f"it is {word} {about[key]!r}, and this is {word} {here[key]!r}"
-    for told, own in zip(about["parameters"], here["parameters"], strict=False):
-        if told != own:
-            return f"parameter {_parameter_text(told)} is saved where this has {_parameter_text(own)}"
-    if about["num_params"] != here["num_params"] or len(about["parameters"]) != len(here["parameters"]):
-        return (
-            f"it has P = {about['num_params']} in {len(about['parameters'])} parameter tensors, and this has "
-            f"P = {here['num_params']} in {len(here['parameters'])}"
+            raise CheckpointError(f"it is {word} {about[key]!r}, and this is {word} {here[key]!r}.")
+    told, own = about["parameters"], here["parameters"]
+    for entry, other in zip(told, own, strict=False):
+        if entry != other:
+            a, b = (f"{x['name']!r} of shape {tuple(x['shape'])} and {x['dtype']}" for x in (entry, other))
+            raise CheckpointError(f"parameter {a} is saved where this has {b}.")
+    if about["num_params"] != here["num_params"] or len(told) != len(own):
+        raise CheckpointError(
+            f"it has P = {about['num_params']} in {len(told)} parameter tensors, and this has P = {here['num_params']} "
+            f"in {len(own)}."
         )
     if about["dtype"] != here["dtype"]:
-        return f"its state is {about['dtype']}, and this is {here['dtype']}"
+        raise CheckpointError(f"its state is {about['dtype']}, and this is {here['dtype']}.")
     if about["device"] != here["device"] and not across_devices:
-        return (
+        raise CheckpointError(
             f"it was saved on {about['device']!r}, and this is on {here['device']!r}, where the run would not go on "
-            "bit by bit; across_devices=True takes it over all the same, random states apart"
+            "bit by bit; across_devices=True takes it over all the same, random states apart."
         )
-    return ""
 
 
-def _parameter_text(entry: dict[str, Any]) -> str:
-    return f"{entry['name']!r} of shape {tuple(entry['shape'])} and {entry['dtype']}"
-
-
-def _field_mismatch(saved: Any, here: Any, name: str = "") -> str:
-    """Say in which field a state or posterior differs first from one it should be like; empty if in none."""
+def _check_fields(saved: Any, here: Any, name: str = "") -> None:
+    """Raise a `CheckpointError` on the first field in which a state or posterior differs from one it should be like."""
+    problem = ""
     if type(saved) is not type(here):
-        return f"{name or 'it'} is a {type(saved).__name__}, and this has a {type(here).__name__}"
-    if isinstance(saved, Tensor):
+        problem = f"{name or 'it'} is a {type(saved).__name__}, and this has a {type(here).__name__}"
+    elif isinstance(saved, Tensor):
         if (saved.shape, saved.dtype) != (here.shape, here.dtype):
-            return (
+            problem = (
                 f"{name} is {tuple(saved.shape)} {saved.dtype}, and this has {tuple(here.shape)} {here.dtype}. Use the "
                 "same rank, dtype and data"
             )
-        return "" if _is_possible(name, saved) else f"{name} holds NaN, Inf or values out of its range"
-    if isinstance(saved, ParamSpec):
-        return layout_mismatch(saved.names, saved.shapes, here)
-    if isinstance(saved, str):
-        return "" if saved == here else f"it was made with {name}={saved!r}, and this has {name}={here!r}"
-    kind = record_of(saved)
-    fields = RECORDS[kind].fields if kind else ()
-    return next(filter(None, (_field_mismatch(getattr(saved, f), getattr(here, f), f) for f in fields)), "")
+        elif not _is_possible(name, saved):
+            problem = f"{name} holds NaN, Inf or values out of its range"
+    elif isinstance(saved, ParamSpec):
+        problem = layout_mismatch(saved.names, saved.shapes, here)
+    elif isinstance(saved, str) and saved != here:
+        problem = f"it was made with {name}={saved!r}, and this has {name}={here!r}"
+    elif kind := record_of(saved):
+        for field in RECORDS[kind].fields:
+            _check_fields(getattr(saved, field), getattr(here, field), field)
+    if problem:
+        raise CheckpointError(f"{problem}.")
 
 
 def _is_possible(name: str, value: Tensor) -> bool:

@@ -17,8 +17,6 @@ from slangvi.likelihoods import Gaussian
 from slangvi.methods.slang import SLANG
 from slangvi.predict import functional_samples, predictive_samples
 
-__all__ = ["DemoResult", "Row", "run"]
-
 Progress = Callable[[str, int, int], None]
 
 
@@ -56,8 +54,7 @@ NOISE = 3.0
 TEST_DRAWS = 256
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """The regression in the picture: data, grid, draws of f on the grid, and Adam's curve."""
 
     x: Tensor
@@ -67,8 +64,7 @@ class Curve:
     adam: Tensor
 
 
-@dataclass(frozen=True)
-class DemoResult:
+class DemoResult(NamedTuple):
     """The table and the contents of the picture.
 
     The confidence of each method is the probability of the predicted class, and whether that was right, (n,) each.

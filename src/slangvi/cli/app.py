@@ -8,9 +8,7 @@ import click
 
 from slangvi import __version__
 from slangvi.cli.demo import demo
-from slangvi.cli.fit import fit
-from slangvi.cli.predict import predict
-from slangvi.cli.report import report
+from slangvi.cli.tables import fit, predict, report
 
 __all__ = ["ENTRY_POINTS", "app"]
 

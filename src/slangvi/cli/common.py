@@ -82,26 +82,18 @@ def require(command: str, **extras: str) -> None:
 
 
 @contextmanager
-def progress_bars(console: object) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar per label, on a terminal only."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+def progress_bars(console: Any) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar per label on a terminal, and elsewhere only the labels."""
+    from rich.progress import Progress
 
-    assert isinstance(console, Console)
-    columns = (
-        TextColumn("{task.description:<22}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks: dict[str, int] = {}
+    with Progress(console=console, disable=not console.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
 
         def advance(label: str, done: int, total: int) -> None:
             if label not in tasks:
                 tasks[label] = bars.add_task(label, total=total)
                 if not console.is_terminal:
                     console.print(f"training {label} …", highlight=False)
-            bars.update(tasks[label], completed=done)  # type: ignore[arg-type]
+            bars.update(tasks[label], completed=done)
 
         yield advance

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,35 +22,21 @@ from torch import Tensor, nn
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.estimators._noise import Noise
+from slangvi.estimators._parameters import EstimatorParameters, check_parameters
 from slangvi.estimators._training import AutoRates, Patience, Rows, Training, resolve_options
 from slangvi.estimators.data import Array, Scale, held_out
-from slangvi.estimators.network import ACTIVATIONS, check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
+from slangvi.estimators.network import check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.keywords import document_fields
 from slangvi.methods import slang
 from slangvi.predict.samples import drawn_in_chunks
 
-__all__ = ["BaseSLANG"]
-
 _FLOATS = (np.float64, np.float32)
-
-
-def _unless_auto(value: Any, check: Callable[[Any], Any]) -> Any:
-    """Return None for "auto", and what a check makes of any other value."""
-    return None if isinstance(value, str) and value == "auto" else check(value)
-
-
-def _given_start(value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        raise TypeError(
-            "init_precision must be a number, a dict of parameter names or globs, a tensor, or 'auto', "
-            f"got {value!r}. Leave it out for 'auto'."
-        )
-    return value
 
 
 class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     """Parameters and training; see `SLANGClassifier` for what they mean."""
 
+    _parameters: ClassVar[type[EstimatorParameters]]
     _rates: ClassVar[AutoRates]
     _y_checks: ClassVar[dict[str, bool]]  # arguments of scikit-learn's `validate_data`
 
@@ -103,14 +89,14 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         patience = None
         if self.early_stopping and not one_pass:
             rows, held = self._split(rows, generators[0])
-            patience = Patience(self._loss_on(held), self.tol, self.n_iter_no_change)
+            patience = Patience(partial(self._loss_on, held), self.tol, self.n_iter_no_change)
         num_data = rows.total
         if one_pass:
             num_data = seen if self.num_data is None else float(self.num_data)
         epochs = 1 if one_pass else self.max_iter
         with seeded(generators[0], self.device):
             training = self._training(rows, options, batch_size, None if one_pass else epochs, go_on)
-            losses = training.run(rows, epochs, generators, not one_pass, num_data, patience, self._report())
+            losses = training.run(rows, epochs, generators, not one_pass, num_data, patience, self._report)
         self.n_samples_seen_ = seen
         self.loss_curve_ = [*(getattr(self, "loss_curve_", []) if one_pass else []), *losses]
         self.n_iter_ = len(self.loss_curve_)
@@ -124,31 +110,10 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
 
         Scikit-learn wants parameters to be checked when they are needed and not before.
         """
-        layer_sizes(self.hidden_layer_sizes)
-        checks.choice("activation", self.activation, tuple(ACTIVATIONS))
-        for name in ("max_iter", "predict_samples", "n_iter_no_change"):
-            checks.count(name, getattr(self, name))
-        checks.number("validation_fraction", self.validation_fraction, 0.0, 1.0)
-        checks.number("tol", self.tol, 0.0, closed="low")
-        for name in ("early_stopping", "standardize", "warm_start"):
-            given = getattr(self, name)
-            checks.flag(name, bool(given) if isinstance(given, np.bool_) else given)
-        if self.num_data is not None:
-            checks.number("num_data", self.num_data, 0.0)
-        checks.device("device", self.device)
-        rate = partial(checks.rate, "learning_rate_init", hint="Or 'auto'.")
-        precision_rate = partial(checks.rate, "precision_learning_rate_init", high=1.0, hint="Or 'auto'.")
-        size = partial(checks.count, "batch_size", hint="Or 'auto', which is 8 to 32.")
-        options = {
-            "rank": checks.count("rank", self.rank, least=0),
-            "prior_precision": self.prior_precision,
-            "temperature": checks.number("temperature", self.temperature, 0.0),
-            "mc_samples": checks.count("mc_samples", self.mc_samples),
-            "lr": _unless_auto(self.learning_rate_init, rate),
-            "precision_lr": _unless_auto(self.precision_learning_rate_init, precision_rate),
-            "init_precision": _unless_auto(self.init_precision, _given_start),
-        }
-        return options, _unless_auto(self.batch_size, size)
+        found = check_parameters(self._parameters, self)
+        names = ("rank", "prior_precision", "temperature", "mc_samples", "init_precision")
+        rates = {"lr": found["learning_rate_init"], "precision_lr": found["precision_learning_rate_init"]}
+        return {name: found[name] for name in names} | rates, found["batch_size"]
 
     def _rows(self, X: Array, y: Array, weights: Array, generator: torch.Generator, first: bool) -> Rows:
         """Return scaled tensors without rows of weight 0; the first ones decide scales and sizes."""
@@ -157,7 +122,13 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         X, weights = X if counts.all() else X[counts], weights[counts]  # rows are copied if they must be
         if first:
             self.input_scale_ = Scale.of(X, weights) if self.standardize else Scale.none(X.shape[1])
-            self.module_ = self._make_module(X, generator)
+            if self.module is None:
+                sizes = [X.shape[1], *layer_sizes(self.hidden_layer_sizes), self._num_outputs()]
+                dtype = torch.from_numpy(np.empty(0, X.dtype)).dtype
+                made: nn.Module = mlp(sizes, self.activation, dtype, generator)
+            else:
+                made = made_module(self.module, X.shape[1], self._num_outputs(), generator)
+            self.module_ = made.to(self.device)
         goal = torch.from_numpy(np.ascontiguousarray(targets)).to(self.device)
         goal = goal.to(input_dtype(self.module_)) if goal.is_floating_point() else goal
         return Rows(self._inputs(X), goal, torch.from_numpy(weights))
@@ -166,14 +137,6 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         """Return scaled rows as the module takes them."""
         scaled = torch.from_numpy(np.ascontiguousarray(self.input_scale_.apply(X)))
         return scaled.to(self.device, input_dtype(self.module_))
-
-    def _make_module(self, X: Array, generator: torch.Generator) -> nn.Module:
-        features, outputs = X.shape[1], self._num_outputs()
-        if self.module is not None:
-            return made_module(self.module, features, outputs, generator).to(self.device)
-        dtype = torch.from_numpy(np.empty(0, X.dtype)).dtype
-        sizes = [features, *layer_sizes(self.hidden_layer_sizes), outputs]
-        return mlp(sizes, self.activation, dtype, generator).to(self.device)
 
     def _split(self, rows: Rows, generator: torch.Generator) -> tuple[Rows, Rows]:
         """Return rows to train on, and rows to stop by."""
@@ -270,11 +233,11 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         first, second = torch.Generator(), torch.Generator(torch.device(self.device))
         return first.manual_seed(seeds[0]), second.manual_seed(seeds[1])
 
-    def _report(self) -> Callable[[str], object] | None:
-        if self.verbose and not callable(self.verbose):
-            return lambda line: sys.stderr.write(f"[{type(self).__name__}] {line}\n")
-        report: Callable[[str], object] | None = self.verbose or None
-        return report
+    def _report(self, line: str) -> None:
+        if callable(self.verbose):
+            self.verbose(line)
+        elif self.verbose:
+            sys.stderr.write(f"[{type(self).__name__}] {line}\n")
 
     def _draws(self, X: Any) -> Iterator[Tensor]:
         """Yield outputs at draws of the weights, (S, m, C) for chunks of rows; the same draws for every row."""
@@ -286,14 +249,10 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
     def _draws_at(self, x: Tensor, state: slang.State, samples: int) -> Iterator[Tensor]:
         return drawn_in_chunks(self.module_, slang.posterior(state), x, samples, self._predict_seed)
 
-    def _loss_on(self, held: Rows) -> Callable[[slang.State, Noise | None], float]:
-        """Return a function for the mean −log predictive density of held-out rows."""
-
-        def loss(state: slang.State, noise: Noise | None) -> float:
-            values: list[Tensor] = []
-            for draws in self._draws_at(held.x, state, self.predict_samples):
-                done = sum(map(len, values))
-                values.append(self._nll(draws, held.y[done : done + draws.shape[1]], noise).cpu())
-            return float((held.weights * torch.cat(values)).sum() / held.weights.sum())
-
-        return loss
+    def _loss_on(self, held: Rows, state: slang.State, noise: Noise | None) -> float:
+        """Return the mean −log predictive density of held-out rows."""
+        values: list[Tensor] = []
+        for draws in self._draws_at(held.x, state, self.predict_samples):
+            done = sum(map(len, values))
+            values.append(self._nll(draws, held.y[done : done + draws.shape[1]], noise).cpu())
+        return float((held.weights * torch.cat(values)).sum() / held.weights.sum())

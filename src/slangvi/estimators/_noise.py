@@ -10,8 +10,6 @@ from torch import Tensor
 from slangvi.likelihoods import Likelihood
 from slangvi.schedules import by_equal_factors
 
-__all__ = ["Noise"]
-
 # Least share of the targets' variance that learnt noise may have: beyond it float32 has nothing left to learn from.
 _LEAST = 1e-6
 # Share of the targets' variance that learnt noise starts at, and given noise at least.

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["EstimatorParameters", "RegressorParameters"]
+from slangvi import checks
+from slangvi.estimators.network import ACTIVATIONS, layer_sizes
+from slangvi.settings import Check, checked, choice
+
+
+def _or_auto(check: Check) -> Check:
+    """Return a check that makes None of "auto"."""
+    return lambda name, value: None if isinstance(value, str) and value == "auto" else check(name, value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    return checks.flag(name, bool(value) if isinstance(value, np.bool_) else value)
+
+
+def _start(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        raise TypeError(
+            f"{name} must be a number, a dict of parameter names or globs, a tensor, or 'auto', got {value!r}. "
+            "Leave it out for 'auto'."
+        )
+    return value
+
+
+_positive = partial(checks.number, low=0.0)
+_rate = partial(checks.rate, hint="Or 'auto'.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +74,30 @@ class EstimatorParameters:
         verbose: True writes a line per epoch to standard error; a function is called with it instead.
     """
 
-    hidden_layer_sizes: Any = field(default=(50,), kw_only=False)
-    activation: str = field(default="relu", kw_only=False)
-    rank: int = 4
+    hidden_layer_sizes: Any = field(
+        default=(50,), kw_only=False, metadata={"check": lambda name, value: layer_sizes(value)}
+    )
+    activation: str = field(default="relu", kw_only=False, metadata={"check": choice(*ACTIVATIONS)})
+    rank: int = checked(4, partial(checks.count, least=0))
     prior_precision: Any = 1.0
-    temperature: float = 1.0
-    learning_rate_init: float | str = "auto"
-    precision_learning_rate_init: float | str = "auto"
-    init_precision: Any = "auto"
-    mc_samples: int = 4
-    batch_size: int | str = "auto"
-    max_iter: int = 100
-    predict_samples: int = 64
-    early_stopping: bool = False
-    validation_fraction: float = 0.1
-    n_iter_no_change: int = 10
-    tol: float = 1e-4
-    standardize: bool = True
+    temperature: float = checked(1.0, _positive)
+    learning_rate_init: float | str = checked("auto", _or_auto(_rate))
+    precision_learning_rate_init: float | str = checked("auto", _or_auto(partial(_rate, high=1.0)))
+    init_precision: Any = checked("auto", _or_auto(_start))
+    mc_samples: int = checked(4, checks.count)
+    batch_size: int | str = checked("auto", _or_auto(partial(checks.count, hint="Or 'auto', which is 8 to 32.")))
+    max_iter: int = checked(100, checks.count)
+    predict_samples: int = checked(64, checks.count)
+    early_stopping: bool = checked(False, _flag)
+    validation_fraction: float = checked(0.1, partial(checks.number, low=0.0, high=1.0))
+    n_iter_no_change: int = checked(10, checks.count)
+    tol: float = checked(1e-4, partial(checks.number, low=0.0, closed="low"))
+    standardize: bool = checked(True, _flag)
     module: nn.Module | Callable[[int, int], nn.Module] | None = None
-    num_data: float | None = None
-    warm_start: bool = False
+    num_data: float | None = checked(None, _positive)
+    warm_start: bool = checked(False, _flag)
     random_state: Any = None
-    device: str | torch.device = "cpu"
+    device: str | torch.device = checked("cpu", checks.device)
     verbose: bool | Callable[[str], None] = False
 
 
@@ -92,3 +120,13 @@ class RegressorParameters(EstimatorParameters):
     """
 
     noise: float | str = "learn"
+
+
+def check_parameters(kind: type[EstimatorParameters], given: Any) -> dict[str, Any]:
+    """Return the parameters that are attributes of an estimator, checked and converted; None stands for "auto"."""
+    found = {item.name: getattr(given, item.name) for item in fields(kind)}
+    for item in fields(kind):
+        value, check = found[item.name], item.metadata.get("check")
+        if check is not None and not (value is None and item.default is None):
+            found[item.name] = check(item.name, value)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from slangvi.methods import slang
 from slangvi.params.values import per_parameter
 from slangvi.schedules import Cosine, Schedule, rate_at, slow_precision
 from slangvi.types import Transform
-
-__all__ = ["AutoRates", "Patience", "Rows", "Training", "resolve_options", "without_start"]
 
 # Share of a first fit for which learnt noise stays where it starts, and in which given noise falls to what it is.
 _HOLD, _FALL = 0.3, 0.6
@@ -90,12 +88,10 @@ class Patience:
     loss: Callable[[slang.State, Noise | None], float]
     tol: float
     most: int
-
-    def __post_init__(self) -> None:
-        self.losses: list[float] = []
-        self.best = float("inf")
-        self.kept: tuple[slang.State, Noise | None] | None = None
-        self._since = 0
+    losses: list[float] = field(default_factory=list)
+    best: float = math.inf
+    kept: tuple[slang.State, Noise | None] | None = None
+    _since: int = 0
 
     def exhausted(self, state: slang.State, noise: Noise | None, counts: bool) -> bool:
         """Note the loss of a state, and return whether to stop; one that does not count is only noted."""
@@ -111,12 +107,7 @@ class Patience:
 class Training:
     """A network in training from a state, or from its own parameters, which are not changed.
 
-    Args:
-        module: the network.
-        options: of `slang.build`.
-        size: rows per step.
-        noise: of real targets; None for classes.
-        state: to go on from; None starts anew.
+    Options are those of `slang.build`, the size is in rows per step; there is no noise where targets are classes.
     """
 
     def __init__(
@@ -145,7 +136,7 @@ class Training:
         falling: bool,
         num_data: float,
         patience: Patience | None,
-        report: Callable[[str], object] | None,
+        report: Callable[[str], object],
     ) -> list[float]:
         """Train, and return the mean negative log-likelihood of each epoch.
 
@@ -176,9 +167,8 @@ class Training:
                     "standardize=True, or give float64 data."
                 ) from error
             stop = patience is not None and patience.exhausted(self.state, self.noise, self._noise_is_final())
-            if report is not None:
-                held = "" if patience is None else f", validation nll {patience.losses[-1]:.4f}"
-                report(f"epoch {epoch} of {epochs}: nll {losses[-1]:.4f}{held}")
+            held = "" if patience is None else f", validation nll {patience.losses[-1]:.4f}"
+            report(f"epoch {epoch} of {epochs}: nll {losses[-1]:.4f}{held}")
             if stop:
                 break
         if patience is not None and patience.kept is not None:

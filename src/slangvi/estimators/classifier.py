@@ -50,6 +50,7 @@ class SLANGClassifier(ClassifierMixin, BaseSLANG):  # type: ignore[misc]
         array(['no', 'yes'], dtype='<U3')
     """
 
+    _parameters = EstimatorParameters
     _rates = AutoRates(falling=0.1, curvature=0.25, constant=(0.02, 0.02))
     _y_checks: ClassVar = {"y_numeric": False}
 

@@ -16,12 +16,7 @@ Array = NDArray[Any]
 
 
 def is_rounding(spread: Any, mean: Any) -> Any:
-    """Return whether values with that standard deviation around that mean differ by rounding alone.
-
-    Example:
-        >>> is_rounding(np.array([2.8e-17, 3e5]), np.array([0.3, 1.7e18]))
-        array([ True, False])
-    """
+    """Return whether values with that standard deviation around that mean differ by rounding alone."""
     return spread <= 2.0 * np.spacing(np.abs(mean))  # steps between neighbouring floating-point numbers
 
 
@@ -74,10 +69,6 @@ def order_of(cumulative: Tensor, count: int, generator: torch.Generator) -> Tens
     Row i comes ⌊K wᵢ/W⌋ or one more time among K, and K wᵢ/W times on average (systematic sampling). With equal
     weights and K = n that is a permutation; with whole weights and K = W, the rows repeated. `cumulative` is
     w₁, w₁ + w₂, …, W, (n,).
-
-    Example:
-        >>> order_of(torch.tensor([1.0, 2.0, 6.0]), 6, torch.Generator().manual_seed(0)).sort().values
-        tensor([0, 1, 2, 2, 2, 2])
     """
     start = torch.rand((), generator=generator, dtype=cumulative.dtype)
     places = (torch.arange(count, dtype=cumulative.dtype) + start) * (cumulative[-1] / count)
@@ -89,11 +80,6 @@ def held_out(rows: int, count: int, labels: Tensor | None, generator: torch.Gene
     """Return the numbers of `count` rows to hold out; of every class its share, and not all of it if avoidable.
 
     Fewer than `count` are returned where classes would be lost. Labels are whole numbers from 0, (n,).
-
-    Example:
-        >>> labels = torch.tensor([0] * 8 + [1] * 4 + [2])
-        >>> labels[held_out(13, 3, labels, torch.Generator().manual_seed(0))].tolist()
-        [0, 0, 1]
     """
     order = torch.randperm(rows, generator=generator)
     if labels is None:

@@ -43,12 +43,7 @@ def layer_sizes(value: Any) -> tuple[int, ...]:
 
 
 def num_weights(sizes: Sequence[int]) -> int:
-    """Return P, the number of weights and biases of linear layers between units.
-
-    Example:
-        >>> num_weights([3, 50, 1])
-        251
-    """
+    """Return P, the number of weights and biases of linear layers between units."""
     return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(sizes))
 
 

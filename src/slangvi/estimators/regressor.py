@@ -45,6 +45,7 @@ class SLANGRegressor(RegressorMixin, BaseSLANG):  # type: ignore[misc]
         (array([8.5]), True)
     """
 
+    _parameters = RegressorParameters
     _rates = AutoRates(falling=0.1, curvature=1.0, constant=(0.1, 0.05))
     _y_checks: ClassVar = {"multi_output": True, "y_numeric": True}
 

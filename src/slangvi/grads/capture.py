@@ -4,8 +4,6 @@ from typing import Any
 
 from slangvi.rows.recorder import _ForwardHook as _ForwardHook
 
-__all__: list[str] = []
-
 
 class _PreHook:
     def __call__(self, *args: Any) -> None:

@@ -50,10 +50,7 @@ class FakeMemory(TorchDispatchMode):
     def phase(self, name: str, part: str, condition: bool | None = None) -> Iterator[None]:
         """Name what happens inside the block, and the part for which its allocations count.
 
-        Args:
-            name: key of `peaks`.
-            part: of new memory.
-            condition: what the library finds its conditions to be; None lets checks pass, `all` but not `any`.
+        The library finds its conditions to be `condition`; None lets checks pass, `all` but not `any`.
         """
         before = self._now, self._runs_model
         self._now, self._runs_model = (name, part, condition), False

@@ -50,15 +50,7 @@ MOST_SLICES = 64
 
 
 class FakeRun:
-    """A fake copy of a model and of a batch, with one step on them.
-
-    Args:
-        memory: counts what they take.
-        model: the module itself.
-        batch: see `slangvi.estimate_memory`.
-        loss: likewise.
-        settings: of the optimizer, or of the functional interface.
-    """
+    """A fake copy of a model and of a batch, as given to `slangvi.estimate_memory`, with one step on them."""
 
     def __init__(self, memory: FakeMemory, model: nn.Module, batch: Any, loss: Loss | None, settings: Settings) -> None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -197,10 +189,8 @@ class FakePlans(Plans):
     """The plan of a model's graph, found without values; build it outside of `fake_memory`.
 
     With values the batch is found by what single examples do. Here it is found by its size: the model is called on
-    `MANY` examples. One that insists on its number of examples gets a plan that may mistake a dimension.
-
-    Args:
-        run: see `FakeRun`, of which these are the arguments without `memory`.
+    `MANY` examples. One that insists on its number of examples gets a plan that may mistake a dimension. The arguments
+    are those of `FakeRun` without `memory`.
     """
 
     def __init__(self, *run: Any) -> None:

@@ -230,15 +230,14 @@ def update(state: State, problem: Regression) -> tuple[State, Info]:
         loc = old.loc - share * precision.solve(old.gradient)
     new, columns = _evaluate(problem, loc, weights, precision)
     accepted = _improves(problem, old, new, columns)
-    point = new if bool(accepted.all()) else Point(*(_where(accepted, *pair) for pair in zip(new, old, strict=True)))
+    point = new
+    if not bool(accepted.all()):
+        shapes = (accepted.shape + (1,) * (x.ndim - accepted.ndim) for x in new)
+        point = Point(*(x.where(accepted.view(shape), y) for x, y, shape in zip(new, old, shapes, strict=True)))
     damping = torch.where(accepted, (1.5 * damping).clamp_max(1.0), 0.5 * damping)
     after = replace(state, point=point, step=state.step + 1)
     after = replace(after, newton_damping=damping) if turn else replace(after, damping=damping)
     return after, Info(after.step, size, point.expected_log_likelihood, point.kl, point.gradient_norm, accepted)
-
-
-def _where(accepted: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(accepted.reshape(accepted.shape + (1,) * (new.ndim - accepted.ndim)), new, old)
 
 
 def _evaluate(problem: Regression, loc: Tensor, weights: Tensor, precision: DensePrecision) -> tuple[Point, Tensor]:

@@ -33,10 +33,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, constraints
-from torch.utils._pytree import tree_map
+from torch.distributions import constraints
+from torch.utils._pytree import tree_map, tree_map_only
 
 from slangvi import checks
+from slangvi.distributions import Posterior
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.methods import _adam, _gaussian
 from slangvi.methods._adam import BETAS, EPS, AdamOptimizer, Betas, Moving, Number
@@ -291,7 +292,7 @@ def posterior(state: State) -> DroppedWeights:
     return DroppedWeights(state.loc, state.rates, state.spec)
 
 
-class DroppedWeights(Distribution):
+class DroppedWeights(Posterior):
     r"""Weights whose inputs are dropped: W = M diag(z)/(1−p) for matrices, the values themselves for biases.
 
     $$ \mathbb E\,W = M, \qquad \mathrm{Var}\,W = \tfrac{p}{1-p}\, M \circ M $$
@@ -313,6 +314,7 @@ class DroppedWeights(Distribution):
                 [0., 4., 3.]])
     """
 
+    param_spec: ParamSpec
     arg_constraints = {}  # noqa: RUF012 - torch reads this class attribute
     support = constraints.real_vector
     has_rsample = True
@@ -358,11 +360,6 @@ class DroppedWeights(Distribution):
     def _widths(self) -> list[int]:
         """Number of inputs of each parameter tensor that can be dropped."""
         return [shape[1] if len(shape) > 1 else 0 for shape in self.param_spec.shapes]
-
-    @torch.no_grad()
-    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
-        """Draws without gradients, (*sample_shape, ..., P)."""
-        return self.rsample(sample_shape, generator)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -445,8 +442,7 @@ def _masked_gradient(
         return one_per_example(found, batch_size(examples))
 
     def at_example(flat: Tensor, mask: Masks, example: Any) -> Tensor:
-        single = tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, example)
-        return at_draw(flat, mask, single)[0]
+        return at_draw(flat, mask, tree_map_only(Tensor, lambda x: x.unsqueeze(0), example))[0]
 
     rows = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
     each = torch.func.vmap(at_example, in_dims=(None, 0, rows), randomness="different") if by_example else at_draw

@@ -101,13 +101,7 @@ def update(
 
 
 def matched(fresh: Tensor, old: Tensor) -> Tensor:
-    """Return rows (..., L, P) in the order and with the signs that bring them closest to old ones, (..., L, P).
-
-    Example:
-        >>> matched(torch.tensor([[0.0, 2.0], [-1.0, 0.0]]), torch.eye(2))
-        tensor([[1., -0.],
-                [0., 2.]])
-    """
+    """Return rows (..., L, P) in the order and with the signs that bring them closest to old ones, (..., L, P)."""
     products = old @ fresh.mT
     order = best_assignment(products.abs()).unsqueeze(-1)
     signs = torch.where(products.take_along_dim(order, -1) < 0, -1.0, 1.0).to(fresh.dtype)

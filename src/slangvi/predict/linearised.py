@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from slangvi import checks
 from slangvi.distributions import Posterior
@@ -142,9 +142,9 @@ def linearised_predictive(
                 f"{int(bad.nonzero()[0])}. Look for NaN, Inf or huge values in the inputs, or use float64."
             )
         noise = 1.0 / kind.noise_precision if isinstance(kind, Gaussian) else 0.0
-        shape = (rows, *jacobians.output_shape)
-        probs = _probabilities(kind, link, means, covariances, shape, draws, generator)
-    return LinearisedPredictive(means.reshape(shape), covariances, noise, probs)
+        outputs = means.reshape(rows, *jacobians.output_shape)
+        probs = _probabilities(kind, link, outputs, covariances, draws, generator)
+    return LinearisedPredictive(outputs, covariances, noise, probs)
 
 
 def probit_softmax(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -183,35 +183,29 @@ def _moments(jacobians: _Jacobians, precision: Any, x: Any) -> tuple[Tensor, Ten
 
 
 def _probabilities(
-    kind: Likelihood,
-    link: str,
-    mean: Tensor,
-    covariance: Tensor,
-    shape: tuple[int, ...],
-    draws: int,
-    generator: torch.Generator | None,
+    kind: Likelihood, link: str, mean: Tensor, covariance: Tensor, draws: int, generator: torch.Generator | None
 ) -> Tensor | None:
     """Return class probabilities for Gaussian outputs, (n, ...); None for real targets."""
     if isinstance(kind, Gaussian):
         return None
     if isinstance(kind, Bernoulli):
-        variances = covariance.diagonal(dim1=-2, dim2=-1)
-        return kind.predictive_from_moments(mean, variances).to(mean.dtype).reshape(shape)
+        variances = covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape)
+        return kind.predictive_from_moments(mean, variances).to(mean.dtype)
     if link == "probit":
-        if not isinstance(kind, Categorical) or len(shape) != 2:
+        if not isinstance(kind, Categorical) or mean.ndim != 2:
             raise ValueError(
-                f"link='probit' is for one set of class logits per row, (n, C), got outputs {shape} of a "
+                f"link='probit' is for one set of class logits per row, (n, C), got outputs {tuple(mean.shape)} of a "
                 f"{type(kind).__name__} likelihood. Use link='mc'."
             )
-        check_several(shape)
+        check_several(mean.shape)
         return probit_softmax(mean, covariance)
     # In half precision torch has no Cholesky factors, and a sum of many draws would stand still.
-    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
+    wide = mean.flatten(1).to(torch.promote_types(mean.dtype, torch.float32))
     root = _cholesky(covariance.to(wide.dtype))
     total = wide.new_zeros(())
     for _ in range(draws):
         noise = standard_normal(wide.shape[1:], wide, generator)  # the same for every row, whatever their order
-        total = total + kind.predictive((wide + root @ noise).reshape(shape))
+        total = total + kind.predictive((wide + root @ noise).reshape(mean.shape))
     return (total / draws).to(mean.dtype)
 
 
@@ -260,8 +254,7 @@ class _Jacobians:
 
     def _all_at_once(self, x: Any) -> tuple[Tensor, Tensor]:
         def outputs(params: dict[str, Tensor], row: Any) -> tuple[Tensor, Tensor]:
-            single = tree_map(lambda v: v.unsqueeze(0) if isinstance(v, Tensor) else v, row)
-            flat = self._outputs(params, single).reshape(-1)
+            flat = self._outputs(params, tree_map_only(Tensor, lambda v: v.unsqueeze(0), row)).reshape(-1)
             return flat, flat
 
         in_dims = tree_map(lambda v: 0 if isinstance(v, Tensor) else None, x)
@@ -275,16 +268,15 @@ class _Jacobians:
     def _row_by_row(self, x: Any) -> tuple[Tensor, Tensor]:
         rows = batch_size(x)
         means = self._loc.new_empty(rows, self.num_outputs)
-        whole = self._loc.new_zeros(rows, self.num_outputs, self.spec.num_params)
+        whole = self._loc.new_empty(rows, self.num_outputs, self.spec.num_params)
         for row in range(rows):
             params = {name: value.detach().requires_grad_() for name, value in self._params.items()}
             with torch.enable_grad():
                 flat = self._outputs(params, slice_batch(x, row, row + 1)).reshape(-1)
                 for c, output in enumerate(flat):
-                    grads = torch.autograd.grad(output, list(params.values()), retain_graph=True, allow_unused=True)
-                    for place, grad in zip(self.spec.slices.values(), grads, strict=True):
-                        if grad is not None:
-                            whole[row, c, place] = grad.flatten()
+                    leaves = list(params.values())
+                    grads = torch.autograd.grad(output, leaves, retain_graph=True, materialize_grads=True)
+                    whole[row, c] = torch.cat([grad.flatten() for grad in grads])
             means[row] = flat.detach()
         return means, whole
 

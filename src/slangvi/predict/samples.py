@@ -176,12 +176,7 @@ def drawn_in_chunks(module: nn.Module, posterior: Posterior, x: Tensor, samples:
 
 
 def sizes_for_a_row(module: nn.Module, row: Tensor) -> tuple[int, int]:
-    """Return how many numbers a module makes of a row, and how many its widest layer makes.
-
-    Example:
-        >>> sizes_for_a_row(nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Linear(50, 2)), torch.zeros(1, 3))
-        (2, 50)
-    """
+    """Return how many numbers a module makes of a row, and how many its widest layer makes."""
     sizes = [row.numel()]
 
     def note(part: nn.Module, given: Any, made: Any) -> None:

@@ -1,3 +1,1 @@
 """Tables from files: reading, columns as numbers, a fitted model in a folder, its predictions and its report."""
-
-__all__: list[str] = []

@@ -31,12 +31,7 @@ def is_missing(cell: str) -> bool:
 
 
 def is_no_number(cell: str) -> bool:
-    """Return whether a cell says that there is no number, where others are numbers.
-
-    Example:
-        >>> is_no_number("unknown"), is_missing("unknown"), is_no_number("1,5")
-        (True, False, False)
-    """
+    """Return whether a cell says that there is no number, where others are numbers."""
     return cell.lower() in _NO_NUMBERS
 
 

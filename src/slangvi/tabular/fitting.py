@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,21 +15,22 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from slangvi import metrics
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import DataError
 from slangvi.estimators import SLANGClassifier, SLANGRegressor
 from slangvi.estimators.network import num_weights
 from slangvi.memory import estimate_memory
 from slangvi.out_of_memory import human
-from slangvi.tabular.model import Classes, Model, Network, Numbers
+from slangvi.tabular.model import LEVELS, Classes, Model, Network, Numbers
 from slangvi.tabular.reading import Table
 from slangvi.tabular.schema import Schema, counters, infer
-from slangvi.tabular.scores import score
 from slangvi.tabular.target import Target, find_target, held_out
 
-__all__ = ["Settings", "fit"]
+__all__ = ["Settings", "fit", "score"]
 
 Array = NDArray[Any]
+Scores = dict[str, float]
 Progress = Callable[[str, int, int], None]
 Found = Callable[[Target, Schema, int, dict[str, int]], None]
 
@@ -58,13 +60,10 @@ class Settings:
 
 
 def fit(table: Table, settings: Settings, progress: Progress, found: Found | None = None) -> Model:
-    """Fit a model, and keep with it how it did on rows it had not seen.
+    """Fit a model, and keep with it how it did on rows it had not seen; raise a `DataError` if it cannot be done.
 
     Progress is called with a label, the epochs done and their number; `found` before training with the target, the
     schema, the number of rows used, and the cells in place of a target in rows that are left out, with counts.
-
-    Raises:
-        DataError: the table has nothing to learn from, or the network does not fit into memory.
     """
     unknown = [name for name in settings.exclude if name not in table.columns]
     if unknown:
@@ -73,9 +72,8 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
         raise DataError(f"the target {settings.target!r} cannot be excluded.")
     counting = counters(table)
     target, rows = find_target(table.without(settings.exclude), settings.target, settings.task)
-    used = set(rows.lines)
-    lines = zip(table.lines, table.columns[settings.target], strict=True)
-    left_out = dict(Counter(cell for line, cell in lines if line not in used).most_common())
+    kept, lines = set(rows.lines), zip(table.lines, table.columns[settings.target], strict=True)
+    left_out = dict(Counter(cell for line, cell in lines if line not in kept).most_common())
     y, inputs = target.encode(rows), rows.without([settings.target])
     train, held = held_out(target, y, settings.seed)
     part = inputs.take(train.tolist())
@@ -88,8 +86,8 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
     record = _evaluate(model, rows.take(held.tolist()), y[held], y[train])
     if settings.refit:
         model = _train(inputs, last, y, target, settings, progress, "all rows")
-    record |= {"rows": len(rows), "without_target": sum(left_out.values()), "left_out": left_out}
-    record |= {"settings": asdict(settings)}
+    used = {"rows": len(rows), "without_target": sum(left_out.values()), "left_out": left_out}
+    record |= {**used, "settings": asdict(settings)}
     return Model(model.schema, model.target, model.network, model.posterior, record)
 
 
@@ -172,6 +170,45 @@ def _evaluate(model: Model, rows: Table, y: Array, seen: Array) -> dict[str, Any
         "held_out": {"target": y[picked].tolist(), **kept},
         "most_uncertain": [_row_record(model, rows, int(k), predicted) for k in unsure],
     }
+
+
+def score(model: Model, inputs: Array, y: Array, predicted: Numbers | Classes, seen: Array) -> dict[str, Scores]:
+    """Return NLL, RMSE or accuracy, and calibration error of the model and of the baseline on held-out rows.
+
+    The baseline predicts the mean and standard deviation, or the class frequencies, of `seen`, the targets that were
+    trained on. The calibration error of a regression is the mean of |coverage − level| over nine levels, that of
+    classes the expected calibration error.
+    """
+    if isinstance(predicted, Classes):
+        shares = np.bincount(seen, minlength=model.target.outputs) / len(seen)
+        constant = np.tile(shares, (len(y), 1))
+        return {"model": _class_scores(predicted.probs, y), "baseline": _class_scores(constant, y)}
+    spread = float(seen.std()) or 1.0
+    flat = Numbers(np.full(len(y), seen.mean()), np.full(len(y), spread), np.zeros(len(y)))
+    losses, start = 0.0, 0
+    for means in model.means(inputs):
+        part = torch.from_numpy(y[start : start + means.shape[1]])
+        losses += metrics.mixture_nll(means, model.noise, part) * len(part)
+        start += len(part)
+    plain = metrics.mixture_nll(torch.from_numpy(flat.mean)[None], spread, torch.from_numpy(y))
+    return {"model": _number_scores(predicted, y, losses / len(y)), "baseline": _number_scores(flat, y, plain)}
+
+
+def _class_scores(probs: Array, y: Array) -> Scores:
+    p, labels = torch.from_numpy(probs), torch.from_numpy(y)
+    return _plain("accuracy", metrics.nll(p, labels), metrics.accuracy(p, labels), metrics.ece(p, labels))
+
+
+def _number_scores(predicted: Numbers, y: Array, nll: float) -> Scores:
+    gaps = [abs(share - level) for share, level in zip(predicted.coverages(y), LEVELS, strict=True)]
+    rmse = metrics.rmse(torch.from_numpy(predicted.mean), torch.from_numpy(y))
+    return _plain("rmse", nll, rmse, sum(gaps) / len(gaps))
+
+
+def _plain(name: str, nll: float, value: float, ece: float) -> Scores:
+    """Return scores that JSON can hold, which has no infinity; a calibration error of rounding alone is 0."""
+    scores = {"nll": nll, name: value, "ece": round(ece, 12)}
+    return {key: number if math.isfinite(number) else 1e308 for key, number in scores.items()}
 
 
 def _row_record(model: Model, rows: Table, k: int, predicted: Numbers | Classes) -> dict[str, Any]:

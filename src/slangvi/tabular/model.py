@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from slangvi import checkpoint
 from slangvi.distributions import LowRankPrecisionNormal
@@ -24,10 +25,11 @@ from slangvi.predict.samples import drawn_in_chunks
 from slangvi.tabular.schema import Schema
 from slangvi.tabular.target import Target
 
-__all__ = ["ABOUT", "WEIGHTS", "Classes", "Model", "Network", "Numbers", "load", "save"]
+__all__ = ["ABOUT", "LEVELS", "WEIGHTS", "Classes", "Model", "Network", "Numbers", "load", "save"]
 
 FORMAT, VERSION = "slangvi tabular model", 1
 WEIGHTS, ABOUT = "model.safetensors", "model.json"
+LEVELS = tuple(k / 10 for k in range(1, 10))
 # Bytes that a description may have.
 _MOST = 1 << 28
 _SAMPLES = 10_000
@@ -60,15 +62,6 @@ class Network:
         """D, widths of the hidden layers, and C."""
         return [self.features, *self.hidden, self.outputs]
 
-    @property
-    def num_params(self) -> int:
-        """P."""
-        return num_weights(self.sizes)
-
-    def module(self) -> nn.Sequential:
-        """Make the layers; their own values are of no use."""
-        return mlp(self.sizes, self.activation, torch.float64, torch.Generator().manual_seed(0))
-
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Network:
         """Return the network of a dict from `dataclasses.asdict`, with every value checked."""
@@ -96,6 +89,11 @@ class Numbers:
         width = float(torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=torch.float64))) * self.std
         return self.mean - width, self.mean + width
 
+    def coverages(self, y: Array) -> list[float]:
+        """Return the share of targets (n,) inside the central interval of each of `LEVELS`."""
+        places = torch.special.ndtr(torch.from_numpy((y - self.mean) / self.std)).numpy()
+        return [float((np.abs(2 * places - 1) <= level).mean()) for level in LEVELS]
+
 
 @dataclass(frozen=True)
 class Classes:
@@ -122,7 +120,8 @@ class Model:
     def draws(self, inputs: Array) -> Iterator[Tensor]:
         """Return outputs at draws of the weights, (S, m, C) for chunks of rows (n, D); the same draws for every row."""
         net, x = self.network, torch.from_numpy(inputs)
-        return drawn_in_chunks(net.module(), self.posterior, x, net.samples, net.seed)
+        module = mlp(net.sizes, net.activation, x.dtype, torch.Generator())  # its own weights are of no use
+        return drawn_in_chunks(module, self.posterior, x, net.samples, net.seed)
 
     def means(self, inputs: Array) -> Iterator[Tensor]:
         """Yield the means of a regression at draws of the weights, (S, m) for chunks of rows."""
@@ -170,12 +169,7 @@ def save(model: Model, folder: Path) -> None:
 
 
 def load(folder: Path) -> Model:
-    """Read a folder that `save` wrote; nothing in it is executed.
-
-    Raises:
-        DataError: it is missing, damaged, of a newer version, or not a model at all.
-        CheckpointError: the weights cannot be read.
-    """
+    """Read a folder that `save` wrote; nothing in it is executed, and what is no such folder raises a `DataError`."""
     about = _about(folder)
     try:
         schema, target = Schema.from_json(about["schema"]), Target.from_json(about["target"])
@@ -188,7 +182,7 @@ def load(folder: Path) -> Model:
     posterior = checkpoint.load(weights)
     if hashlib.sha256(weights.read_bytes()).hexdigest() != expected:
         raise _damaged(folder, f"{WEIGHTS} and {ABOUT} are not of the same fit")
-    if not isinstance(posterior, LowRankPrecisionNormal) or posterior.loc.shape != (network.num_params,):
+    if not isinstance(posterior, LowRankPrecisionNormal) or posterior.loc.shape != (num_weights(network.sizes),):
         raise _damaged(folder, f"{WEIGHTS} does not fit the network")
     return Model(schema, target, network, posterior, record)
 

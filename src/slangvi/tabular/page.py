@@ -14,8 +14,7 @@ import torch
 from slangvi import plots
 from slangvi.errors import DataError
 from slangvi.tabular.cells import digits, number_of, readable
-from slangvi.tabular.model import Classes, Model, Numbers
-from slangvi.tabular.scores import LEVELS, coverages
+from slangvi.tabular.model import LEVELS, Classes, Model, Numbers
 
 __all__ = ["page"]
 
@@ -49,11 +48,7 @@ class _Html(str):
 
 
 def page(model: Model) -> str:
-    """Return the report of a model.
-
-    Raises:
-        DataError: the held-out predictions in its folder cannot be understood.
-    """
+    """Return the report of a model, or raise a `DataError` if the record in its folder cannot be understood."""
     try:
         kept = {name: np.asarray(values) for name, values in model.record["held_out"].items()}
         y = kept.pop("target")
@@ -93,23 +88,11 @@ def _cards(model: Model) -> str:
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _plots(model: Model, held: Numbers | Classes, y: Any) -> str:
-    cards = []
-    for title, about, picture in _pictures(model, held, y):
-        data = base64.b64encode(picture).decode()
-        image = f'<img alt="{escape(title)}" src="data:image/png;base64,{data}">'
-        cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(about)}</p>{image}</div>')
-    note = ""
-    if len(y) < model.record["held_out_rows"]:
-        note = f"<p>The pictures show {len(y):,} of the held-out rows.</p>"
-    return f'<h2>Pictures</h2>{note}<div class="plots">{"".join(cards)}</div>'
-
-
 def _detail(model: Model, held: Numbers | Classes, y: Any) -> str:
     """Return a table of the intervals of a regression, or of the confusions of classes."""
     if isinstance(held, Numbers):
         header = ["level", *(f"{level:.0%}" for level in LEVELS)]
-        row = ["held-out targets inside", *(f"{share:.0%}" for share in coverages(held, y))]
+        row = ["held-out targets inside", *(f"{share:.0%}" for share in held.coverages(y))]
         return f"<h2>Intervals</h2>{_table(header, [row], numeric=range(1, len(row)))}"
     classes = model.target.classes
     counts = np.zeros((len(classes), len(classes)), dtype=int)
@@ -165,7 +148,7 @@ def _settings(model: Model) -> str:
     record = model.record
     fitted = "all rows" if record["settings"]["refit"] else "four fifths of the rows"
     rows = [["task", f"{model.target.task}: {model.target.why}"], ["fitted on", fitted]]
-    rows.append(["weights", f"{model.network.num_params:,}"])
+    rows.append(["weights", f"{len(model.posterior.loc):,}"])
     if model.target.task == "regression":
         rows.append(["noise (standard deviation)", readable(model.noise)])
     for key, value in {**record["settings"], **record["environment"]}.items():
@@ -192,8 +175,8 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterab
     return f'<div class="wide"><table><tr>{cells("th", header)}</tr>{body}</table></div>'
 
 
-def _pictures(model: Model, held: Numbers | Classes, y: Any) -> list[tuple[str, str, bytes]]:
-    """Return title, meaning, and PNG of each picture; no text of the data is drawn, so that none can spoil them."""
+def _plots(model: Model, held: Numbers | Classes, y: Any) -> str:
+    """Return pictures with titles and meanings; no text of the data is drawn, so that none can spoil them."""
     drawn: list[tuple[str, str, Callable[[Any], object]]]
     if isinstance(held, Classes):
         probs, labels = torch.from_numpy(held.probs), torch.from_numpy(y)
@@ -244,7 +227,14 @@ def _pictures(model: Model, held: Numbers | Classes, y: Any) -> list[tuple[str, 
             lambda ax: _weights(ax, model),
         ),
     ]
-    return [(title, about, _png(draw)) for title, about, draw in drawn]
+    cards = [
+        f'<div class="card"><h3>{title}</h3><p>{escape(about)}</p><img alt="{title}" src="data:image/png;base64,'
+        f'{base64.b64encode(_png(draw)).decode()}"></div>'
+        for title, about, draw in drawn
+    ]
+    is_part = len(y) < model.record["held_out_rows"]
+    note = f"<p>The pictures show {len(y):,} of the held-out rows.</p>" if is_part else ""
+    return f'<h2>Pictures</h2>{note}<div class="plots">{"".join(cards)}</div>'
 
 
 def _png(draw: Callable[[Any], object]) -> bytes:
@@ -265,7 +255,7 @@ def _png(draw: Callable[[Any], object]) -> bytes:
 
 def _calibration(ax: Any, held: Numbers, y: Any) -> None:
     ax.plot([0, 1], [0, 1], color=_GREY, lw=1, ls="--", zorder=0)
-    ax.plot(LEVELS, coverages(held, y), marker="o", ms=4, lw=1.3, color=_BLUE)
+    ax.plot(LEVELS, held.coverages(y), marker="o", ms=4, lw=1.3, color=_BLUE)
     ax.set(xlabel="level of the interval", ylabel="share inside", xlim=(0, 1), ylim=(0, 1), aspect="equal")
 
 

@@ -54,9 +54,6 @@ def read_csv(path: Path, max_mb: float = 200.0) -> Table:
     """Read a file with a header line, of at most `max_mb` million bytes.
 
     A cell takes some 60 bytes, however short it is: for every MB there may be 100,000 of them, and 20 million always.
-
-    Raises:
-        DataError: there is no such file, it is too large, or `parse` refuses it.
     """
     limit = int(max_mb * 1e6)
     try:
@@ -74,10 +71,7 @@ def parse(content: bytes, name: str = "the file", max_cells: int = MAX_CELLS) ->
 
     UTF-8 with or without a byte-order mark; commas, semicolons or tabs between cells, found from the first lines or
     declared by a line such as `sep=;`, as for Excel; quotes as in RFC 4180. Nothing in a cell is ever evaluated. Lines
-    without anything are left out, and a column without a name is called by its place. Messages name the file.
-
-    Raises:
-        DataError: the bytes are no such file.
+    without anything are left out, and a column without a name is called by its place. A `DataError` names the file.
 
     Example:
         >>> parse(b"size;price\n1,5;20\n\n3;40\n")

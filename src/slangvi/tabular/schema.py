@@ -115,11 +115,7 @@ class Schema:
         return sum(column.features for column in self.columns)
 
     def encode(self, table: Table) -> Array:
-        """Return the inputs of the model, (n, D), from a table with the same columns in any order.
-
-        Raises:
-            DataError: a column is missing.
-        """
+        """Return the inputs of the model, (n, D), from a table with all of its columns in any order."""
         absent = [column.name for column in self.columns if column.name not in table.columns]
         if absent:
             raise DataError(
@@ -158,9 +154,6 @@ def infer(table: Table, counting: Collection[str] = ()) -> Schema:
     | nothing; all the same; 1, 2, 3, … in order; hardly twice the same word | dropped                    |
 
     `counting` are the `counters` of the whole file, if these are some of its rows: the gaps between them would hide it.
-
-    Raises:
-        DataError: no column is left, or they become too many numbers.
 
     Example:
         >>> from slangvi.tabular.reading import parse

@@ -41,11 +41,7 @@ class Target:
         return len(self.classes) or 1
 
     def encode(self, table: Table) -> NDArray[Any]:
-        """Return numbers, or places of labels in `classes`, (n,).
-
-        Raises:
-            DataError: a cell is neither.
-        """
+        """Return numbers, or places of labels in `classes`, (n,); a cell that is neither raises a `DataError`."""
         cells = table.columns[self.name]
         if self.task == "classification":
             place = {label: k for k, label in enumerate(self.classes)}
@@ -73,9 +69,6 @@ def find_target(table: Table, name: str, task: str | None = None) -> tuple[Targe
     Text, two different values, or at most ten different whole numbers are classes; other numbers are a regression.
     Beside words, `none` or `unknown` are classes too; beside numbers they say that the target is missing. Labels that
     are the same number, such as 1 and 1.0, are one class. A given task overrides what would be found.
-
-    Raises:
-        DataError: there is no such column, or nothing in it to tell apart.
 
     Example:
         >>> from slangvi.tabular.reading import parse
@@ -109,11 +102,7 @@ def find_target(table: Table, name: str, task: str | None = None) -> tuple[Targe
 
 
 def held_out(target: Target, values: NDArray[Any], seed: int, share: float = 0.2) -> tuple[Ints, Ints]:
-    """Return rows to train on and rows to hold out, in the order of the file; of every class the same share.
-
-    Raises:
-        DataError: too few rows.
-    """
+    """Return rows to train on and rows to hold out, in the order of the file; of every class the same share."""
     if len(values) < 10:
         raise DataError(f"there are {len(values)} rows with a target, and at least 10 are needed.")
     source = np.random.default_rng(seed)
@@ -131,12 +120,7 @@ def held_out(target: Target, values: NDArray[Any], seed: int, share: float = 0.2
 
 
 def _known(cells: Sequence[str]) -> list[int]:
-    """Return the places of cells that are not missing.
-
-    Example:
-        >>> _known(["none", "mild", "", "NA"]), _known(["none", "1.5", "", "NA"])
-        ([0, 1], [1])
-    """
+    """Return the places of cells that are not missing."""
     words = any(number_of(cell) is None and not is_no_number(cell) for cell in cells)
     missing = (lambda cell: cell.lower() in CODES) if words else is_no_number
     return [k for k, cell in enumerate(cells) if not missing(cell)]
@@ -157,12 +141,7 @@ def _guess(name: str, labels: list[str]) -> tuple[str, str]:
 
 
 def _common_spellings(cells: Sequence[str]) -> dict[str, str]:
-    """Map labels to the commonest one that is the same number: 1.0 may be another word for 1, but 01 is a code.
-
-    Example:
-        >>> _common_spellings(["1", "1.0", "1", "01", "a"])
-        {'1': '1', '1.0': '1', '01': '01', 'a': 'a'}
-    """
+    """Map labels to the commonest one that is the same number: 1.0 may be another word for 1, but 01 is a code."""
     commonest: dict[Decimal | str, str] = {}
     spelt = {}
     for cell, _ in Counter(cells).most_common():

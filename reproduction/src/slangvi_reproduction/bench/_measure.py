@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from slangvi.live_bytes import LiveBytes
+from slangvi_reproduction.bench._live_bytes import LiveBytes
 from slangvi_reproduction.bench.record import Row, Settings
 
 __all__ = ["BASELINE", "FLOOR", "Contender", "Step", "compare", "failure_message", "measure"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
 
-from slangvi.environment import environment, versions
+from slangvi.environment import environment
 from slangvi_reproduction.bench import load_bench
 from slangvi_reproduction.bench._measure import Step, median_seconds
 from slangvi_reproduction.bench.limits import Rates
@@ -32,6 +34,17 @@ def environment_of(name: str, settings: Settings, seconds: float) -> dict[str, A
     quick = " --quick" if settings.quick else ""
     command = f"slangvi bench {name} --device {settings.device} --repeats {settings.repeats}{quick}"
     return environment(command, settings.device, seconds) | {"peers": versions(PEERS)}
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Name → version of those packages that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def measure_rates(settings: Settings) -> Rates:

@@ -1,4 +1,4 @@
-"""`slangvi fit DATA.csv --target COLUMN --out MODEL`: a network with a posterior, from a table."""
+"""`slangvi fit`, `predict` and `report`: a network with a posterior from a table, its predictions, and a page on it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,25 @@ if TYPE_CHECKING:
     from slangvi.tabular.schema import Schema
     from slangvi.tabular.target import Target
 
-__all__ = ["fit"]
+__all__ = ["fit", "predict", "report"]
 
 _file = click.Path(path_type=Path, dir_okay=False, exists=True)
-_folder = click.Path(path_type=Path, file_okay=False)
+_folder = click.Path(path_type=Path, file_okay=False, exists=True)
+_new_file = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
+_page = click.Path(path_type=Path, dir_okay=False)
+_new_folder = click.Path(path_type=Path, file_okay=False)
+_max_mb = click.option(
+    "--max-mb", type=FiniteRange(0, min_open=True), default=200.0, show_default=True, help="Largest file."
+)
+_force = click.option("--force", is_flag=True, help="Replace what is there.")
+_json = click.option("--json", is_flag=True, help="Print the outcome for programs.")
 _WORDS = {"nll": "NLL (nats)", "rmse": "RMSE", "accuracy": "accuracy", "ece": "calibration error"}
 
 
 @click.command()
 @click.argument("data", type=_file, metavar="DATA.csv")
 @click.option("--target", required=True, metavar="COLUMN", help="What is to be predicted.")
-@click.option("--out", type=_folder, required=True, metavar="MODEL", help="Folder for the model.")
+@click.option("--out", type=_new_folder, required=True, metavar="MODEL", help="Folder for the model.")
 @click.option("--task", type=click.Choice(["classification", "regression"]), help="Found from the target if not given.")
 @click.option("--exclude", multiple=True, metavar="COLUMN", help="Do not use this column; may be given several times.")
 @click.option(
@@ -48,11 +56,11 @@ _WORDS = {"nll": "NLL (nats)", "rmse": "RMSE", "accuracy": "accuracy", "ece": "c
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of split, weights and draws.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--max-mb", type=FiniteRange(0, min_open=True), default=200.0, show_default=True, help="Largest file.")
+@_max_mb
 @click.option("--no-refit", is_flag=True, help="Keep the model of four fifths of the rows, whose scores are printed.")
-@click.option("--force", is_flag=True, help="Replace a model that is there.")
+@_force
 @click.option("--quiet", is_flag=True, help="Print nothing.")
-@click.option("--json", is_flag=True, help="Print the outcome for programs.")
+@_json
 @guarded
 def fit(data: Path, out: Path, max_mb: float, force: bool, quiet: bool, json: bool, **options: Any) -> None:
     """Learn from a table; hold out a fifth of it to see how good the predictions are."""
@@ -84,6 +92,85 @@ def fit(data: Path, out: Path, max_mb: float, force: bool, quiet: bool, json: bo
         click.echo(json_text.dumps(_outcome(model, out), indent=2))
     elif not quiet:
         _show(console, model, out)
+
+
+@click.command()
+@click.argument("model", type=_folder, metavar="MODEL")
+@click.argument("data", type=_file, metavar="NEW.csv")
+@click.option("--out", type=_new_file, required=True, metavar="PRED.csv", help="Where predictions go; - prints them.")
+@click.option("--level", type=FiniteRange(0, 1, True, True), default=0.9, show_default=True, help="Of intervals.")
+@click.option(
+    "--keep", multiple=True, metavar="COLUMN", help="Copy this column of NEW.csv; may be given several times."
+)
+@_max_mb
+@_force
+@click.option("--quiet", is_flag=True, help="Print nothing but predictions.")
+@_json
+@guarded
+def predict(
+    model: Path,
+    data: Path,
+    out: Path,
+    level: float,
+    keep: tuple[str, ...],
+    max_mb: float,
+    force: bool,
+    quiet: bool,
+    json: bool,
+) -> None:
+    """Predict the rows of a table with the columns that the model was fitted with."""
+    to_terminal = str(out) == "-"
+    if to_terminal and json:
+        raise click.UsageError("--json and --out - both print to standard output. Give a file for --out.")
+    if not to_terminal:
+        check_new(out, force)
+    require("predict", sklearn="sklearn")
+    from slangvi.files import put
+    from slangvi.tabular.model import load
+    from slangvi.tabular.output import csv_text
+    from slangvi.tabular.reading import read_csv
+
+    fitted, table = load(model), read_csv(data, max_mb)
+    text = csv_text(fitted, table, level, keep)
+    if to_terminal:
+        click.echo(text, nl=False)
+    else:
+        put(out, lambda file: file.write(text.encode()))
+    unusual = fitted.schema.unusual(table)
+    if json:
+        counts = {name: found.cells for name, found in unusual.items()}
+        outcome = {"out": str(out), "rows": len(table), "task": fitted.target.task, "unusual": counts}
+        click.echo(json_text.dumps(outcome, indent=2))
+    elif not quiet:
+        for name, (count, what) in unusual.items():
+            many = f"all {count}" if 1 < count == len(table) else f"{count} of {len(table)}"
+            click.echo(f"{name!r}: {many} cells {what}", err=True)
+        if not to_terminal:
+            click.echo(f"Predictions: {out}, {len(table)} rows", err=True)
+
+
+@click.command()
+@click.argument("model", type=_folder, metavar="MODEL")
+@click.option("--out", type=_page, metavar="PAGE.html", help="MODEL/report.html, replaced each time, if not given.")
+@_force
+@click.option("--quiet", is_flag=True, help="Print nothing.")
+@_json
+@guarded
+def report(model: Path, out: Path | None, force: bool, quiet: bool, json: bool) -> None:
+    """Write a page on a model: scores, calibration, residuals, the posterior, the most uncertain rows."""
+    path = out or model / "report.html"
+    check_new(path, force or out is None)
+    require("report", matplotlib="plot", sklearn="sklearn")
+    from slangvi.files import put
+    from slangvi.tabular.model import load
+    from slangvi.tabular.page import page
+
+    text = page(load(model))
+    put(path, lambda file: file.write(text.encode()))
+    if json:
+        click.echo(json_text.dumps({"out": str(path), "bytes": len(text.encode())}))
+    elif not quiet:
+        click.echo(f"Report: {path}")
 
 
 def _hidden(text: str) -> tuple[int, ...]:

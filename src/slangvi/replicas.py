@@ -1,16 +1,20 @@
-"""SLANG and SLANG-OnlineEig for K replicas: those that have examples and have not failed take a step."""
+"""Many small runs in lockstep, of SLANG or SLANG-OnlineEig: splits × folds × settings advanced as one batched run.
+
+Every replica has its own data, data size, hyper-parameters and random stream, and is what it would be alone. Tensors
+have the replica in front: K replicas, then whatever a single run has.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
@@ -18,34 +22,256 @@ from slangvi.divergence import REACTIONS, REMEDY, Watch, step_length
 from slangvi.errors import NumericalError
 from slangvi.keywords import bind_settings, keywords_of
 from slangvi.linalg import LowRankPrecision
+from slangvi.linalg.noise import standard_normal
 from slangvi.methods import online_eig, slang
 from slangvi.methods.gather import checked_values, one_per_example
+from slangvi.methods.slang import posterior
 from slangvi.methods.step import Diagnostics, Tensors
 from slangvi.params import Params, ParamSpec
+from slangvi.params.state import state_dtype
+from slangvi.params.values import per_parameter
 from slangvi.priors import Prior
-from slangvi.replicas.state import (
-    Failure,
-    Generators,
-    Info,
-    State,
-    init,
-    listed,
-    noise,
-    per_replica,
-    posterior,
-    replica,
-    sample,
-    stack,
-)
-from slangvi.rows.dense import DenseGradients, rows_within
+from slangvi.rows.dense import DenseGradients, batch_size, rows_within
 from slangvi.schedules import Rate, Schedule
 from slangvi.settings import CheckedFields, checked, choice
 
-__all__ = ["ReplicaSettings", "Runs", "build"]
+__all__ = [
+    "Failure",
+    "Info",
+    "Runs",
+    "State",
+    "build",
+    "init",
+    "pad",
+    "posterior",
+    "replica",
+    "sample",
+    "stack",
+    "streams",
+]
 
+Generators = torch.Generator | Sequence[torch.Generator] | None
 # (params, batch, constants) → (M,), for one replica.
 LogLikelihood = Callable[[Params, Any, Any], Tensor]
 UPDATES = {"slang": slang.update, "online_eig": online_eig.update}
+
+
+@dataclass(frozen=True, eq=False)
+class State(slang.State):
+    """State of K replicas between steps: the tensors of `slangvi.slang.State` with the replica in front.
+
+    Args:
+        step: steps each has taken, (K,) integers on the CPU.
+        failed: which have met NaN or Inf and stand still since, (K,) on the CPU.
+    """
+
+    step: Tensor  # type: ignore[assignment]
+    failed: Tensor = field(kw_only=True)
+
+
+class Failure(NamedTuple):
+    """A replica that met NaN or Inf.
+
+    Args:
+        replica: which, from 0.
+        step: number of the step it could not take, from 1.
+        reason: in the words of a single run's error.
+    """
+
+    replica: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Info(slang.Info):
+    """Diagnostics of a step: those of `slangvi.slang.Info` with the replica in front, NaN for those that took none.
+
+    Args:
+        step: steps each replica has taken, (K,).
+        num_rows: R of each, per-example gradients used; 0 for a replica that took no step, (K,).
+        expected_log_likelihood: N times the mean log-likelihood over rows, (K,).
+        failed: replicas that stand still, (K,).
+        failures: those that failed in this step.
+    """
+
+    step: Tensor  # type: ignore[assignment]
+    num_rows: Tensor  # type: ignore[assignment]
+    expected_log_likelihood: Tensor = field(kw_only=True)  # type: ignore[assignment]
+    failed: Tensor = field(kw_only=True)
+    failures: tuple[Failure, ...] = field(kw_only=True)
+
+    @property
+    def elbo(self) -> Tensor:  # type: ignore[override]
+        """Expected log-likelihood − KL, (K,)."""
+        value: Tensor = self.expected_log_likelihood - self.kl
+        return value
+
+
+def init(
+    params: Params | Sequence[Params], num_replicas: int, rank: int, init_precision: Any = 1.0, stacked: bool = False
+) -> State:
+    """Start K replicas with U = 0 and d = `init_precision`.
+
+    Args:
+        params: name → tensor, from which all start alike; or K of these.
+        num_replicas: K.
+        rank: L ≥ 0.
+        init_precision: number, dict of names or globs, or (P,) tensor; or a sequence of K of these.
+        stacked: the tensors of `params` have K in front, as `torch.func.stack_module_state` makes them.
+
+    Example:
+        >>> state = init({"w": torch.zeros(3)}, num_replicas=2, rank=1)
+        >>> state.loc.shape, state.prec_factor.shape, state.step
+        (torch.Size([2, 3]), torch.Size([2, 1, 3]), tensor([0, 0]))
+    """
+    rank = checks.rank("rank", rank)
+    together = _together(params, num_replicas, stacked)
+    spec = ParamSpec.of({name: value[0] for name, value in together.items()})
+    dtype = state_dtype(list(together.values()))
+    loc = spec.flatten({name: value.detach() for name, value in together.items()}, dtype).contiguous()
+    if not bool(torch.isfinite(loc).all()):
+        raise ValueError("params must be finite, got NaN or Inf. Re-initialise the models.")
+    diag = per_replica("init_precision", init_precision, spec, loc).contiguous()
+    steps, failed = torch.zeros(len(loc), dtype=torch.int64), torch.zeros(len(loc), dtype=torch.bool)
+    factor = loc.new_zeros(len(loc), rank, loc.shape[1])
+    return State(loc, factor, diag, torch.zeros_like(loc), steps, spec, failed=failed)
+
+
+def _together(params: Any, count: int, stacked: bool) -> dict[str, Tensor]:
+    """Return tensors with the replica in front."""
+    if not isinstance(params, Mapping):
+        many = listed("params", params, count)
+        if many is None or not all(isinstance(one, Mapping) and one.keys() == many[0].keys() for one in many):
+            raise TypeError(
+                "params must be a dict of tensors, or a sequence of dicts with the same names, one for each replica."
+            )
+        return {name: torch.stack([one[name] for one in many]) for name in many[0]}
+    spec = ParamSpec.of(params)
+    if not checks.flag("stacked", stacked):
+        return {name: params[name].expand(count, *params[name].shape) for name in spec.names}
+    for name in spec.names:
+        if params[name].shape[:1] != (count,):
+            raise ValueError(
+                f"with stacked=True params[{name!r}] must have the {count} replicas in front, got shape "
+                f"{tuple(params[name].shape)}. Leave stacked out to start all replicas alike."
+            )
+    return dict(params)
+
+
+def listed(name: str, value: Any, count: int) -> list[Any] | None:
+    """Return the K values of a sequence, or None for one value that all replicas share."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return None
+    if len(value) != count:
+        raise ValueError(
+            f"{name} must be one value, or a sequence with one for each of the {count} replicas, got {len(value)}."
+        )
+    return list(value)
+
+
+def per_replica(name: str, value: Any, spec: ParamSpec, like: Tensor, positive: bool = True) -> Tensor:
+    """Return what `per_parameter` takes, or K of these in a sequence or a (K, P) tensor, as (K, P) like `like`."""
+    many = listed(name, value.unbind(0) if isinstance(value, Tensor) and value.ndim == 2 else value, len(like))
+    if many is None:
+        return per_parameter(name, value, spec, like[0], positive).expand_as(like)
+    rows = (per_parameter(f"{name}[{k}]", one, spec, like[0], positive) for k, one in enumerate(many))
+    return torch.stack(list(rows))
+
+
+def replica(state: State, k: int) -> slang.State:
+    """Return one replica as an ordinary state, for `slangvi.slang` and everything that takes one."""
+    return slang.State(*Tensors(*(x[k] for x in state.tensors)), int(state.step[k]), state.spec)
+
+
+def stack(states: Sequence[slang.State]) -> State:
+    """Return ordinary states of one layout and rank as replicas; their steps may differ."""
+    shapes = {(state.spec, state.prec_factor.shape, state.loc.dtype, state.loc.device) for state in states}
+    if len(shapes) != 1:
+        raise ValueError(
+            "states must be one or more with the same parameters, rank, dtype and device, got "
+            f"{len(shapes) or 'no'} {'kinds' if shapes else 'states'}."
+        )
+    tensors = Tensors(*(torch.stack(parts) for parts in zip(*(state.tensors for state in states), strict=True)))
+    steps, failed = torch.tensor([state.step for state in states]), torch.zeros(len(states), dtype=torch.bool)
+    return State(*tensors, steps, states[0].spec, failed=failed)
+
+
+def streams(seeds: Sequence[int], device: torch.device | str = "cpu") -> list[torch.Generator]:
+    """Return a generator for each replica, from a seed each."""
+    if not isinstance(seeds, Iterable):
+        raise TypeError(f"seeds must be one whole number for each replica, got {seeds!r}.")
+    numbers = [checks.count("seeds", seed, least=-(2**63)) for seed in seeds]
+    if any(seed >= 2**64 for seed in numbers):
+        raise ValueError(f"seeds must be below 2⁶⁴, got {max(numbers)}.")
+    return [torch.Generator(device).manual_seed(seed) for seed in numbers]
+
+
+def noise(like: Tensor, sample_shape: Sequence[int], generators: Generators, index: Tensor | None = None) -> Tensor:
+    """Draw standard normal numbers for some replicas, (k, *sample_shape, P).
+
+    With a generator for each of the K replicas they are those a single run would draw; they come from the generators'
+    device and are moved if the replicas are elsewhere. Generators of replicas outside `index` do not move.
+    """
+    count = len(like) if index is None else len(index)
+    shape = (count, *sample_shape, like.shape[1])
+    if generators is None or isinstance(generators, torch.Generator):
+        return standard_normal(shape, like, generators)
+    devices = {generator.device for generator in generators}
+    if len(generators) != len(like) or len(devices) != 1:
+        raise ValueError(
+            f"generators must be one, or one for each of the {len(like)} replicas on one device, got "
+            f"{len(generators)} on {len(devices)} devices. `replicas.streams(seeds)` makes them."
+        )
+    chosen = generators if count == len(like) else [generators[k] for k in index.tolist()]  # type: ignore[union-attr]
+    drawn = torch.empty(shape, dtype=like.dtype, device=devices.pop())
+    for part, generator in zip(drawn.unbind(0), chosen, strict=True):
+        part.normal_(generator=generator)
+    return drawn.to(like.device)
+
+
+def sample(state: State, sample_shape: Sequence[int] = (), generators: Generators = None) -> dict[str, Tensor]:
+    """Draws from each q: name → (K, *sample_shape, ...).
+
+    With a generator for each replica they are what a single run would draw; one generator for all, or None for torch's
+    own, is faster on a GPU.
+    """
+    drawn = noise(state.loc, sample_shape, generators).movedim(0, -2)
+    return state.spec.unflatten((state.loc + state.precision.transform_noise(drawn)).movedim(-2, 0))
+
+
+def pad(batches: Sequence[Any]) -> tuple[Any, list[int]]:
+    """Join batches or data sets of different length, one for each replica, into one with counts.
+
+    Args:
+        batches: nestings of tensors with the examples in front, alike but for their number.
+
+    Returns:
+        The same nesting of tensors (K, M, ...), zeros behind the shorter ones, and the length of each, for
+        `update(counts=...)`.
+
+    Example:
+        >>> pad([torch.tensor([1, 2]), torch.tensor([3])])
+        (tensor([[1, 2], [3, 0]]), [2, 1])
+    """
+    counts = [batch_size(batch) for batch in batches]
+    if not counts:
+        raise ValueError("batches must be one or more, one for each replica, got none.")
+    try:  # by name, not by place: dicts may hold the same names in another order
+        return tree_map(lambda *parts: _padded(parts), *batches), counts
+    except ValueError as error:
+        raise ValueError(f"batches must be nested alike, with tensors that differ in length only: {error}") from error
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    """Join tensors (M, ...) of several lengths into one (K, M, ...)."""
+    kinds = {(part.dtype, *part.shape[1:]) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"got dtypes and shapes {sorted(map(str, kinds))}.")
+    return nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+
+
+# ---- runs in lockstep
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -210,14 +436,9 @@ def _rate_below(high: float) -> Callable[[str, Any], float]:
     return check
 
 
-class _Part(NamedTuple):
-    """Some replicas after a step: their indices (k,) in order, and their states; those that failed as they were."""
-
-    members: Tensor
-    tensors: Tensors
-    diagnostics: tuple[Tensor, ...]  # spectrum, total, residual, clipped, expected log-likelihood; NaN if failed
-    failures: list[Failure]
-    precision: LowRankPrecision | None  # None if one failed
+# States of some replicas after a step, those that failed as they were; spectrum, total, residual, clipped and expected
+# log-likelihood, NaN if failed; the precisions, None if one failed; and the failures.
+Advanced = tuple[tuple[Tensor, ...], LowRankPrecision | None, list[Failure]]
 
 
 class Lockstep:
@@ -251,25 +472,45 @@ class Lockstep:
         self, state: State, batch: Any, generators: Generators = None, counts: Sequence[int] | Tensor | None = None
     ) -> tuple[State, Info]:
         """Take one step of every replica that has examples and has not failed."""
-        if len(state.loc) != self.settings.num_replicas:
-            raise ValueError(f"state has {len(state.loc)} replicas, but num_replicas is {self.settings.num_replicas}.")
+        num_replicas, prior = len(state.loc), self.prior_of(state)
+        if num_replicas != self.settings.num_replicas:
+            raise ValueError(f"state has {num_replicas} replicas, but num_replicas is {self.settings.num_replicas}.")
         constants = self.constants
         if callable(constants):
-            constants = checked_constants(constants(state.step + 1), len(state.step))
+            constants = checked_constants(constants(state.step + 1), num_replicas)
         data, sizes = read_batch(batch, counts, constants, state.loc)
         index = ((sizes > 0) & ~state.failed).nonzero().squeeze(1)
         drawn = noise(state.loc, (self.draws,), generators, index)
         bytes_each = self.draws * data.num_examples * state.loc.shape[1] * state.loc.element_size()
-        width = rows_within(self.settings.memory_limit, bytes_each, len(state.loc))
-        pieces = zip(index.split(width), drawn.split(width), strict=True)
-        parts = [self._advance(state, data, sizes, *piece) for piece in pieces] if len(index) else []
-        failures = tuple(failure for part in parts for failure in part.failures)
+        width = rows_within(self.settings.memory_limit, bytes_each, num_replicas)
+        blank = state.loc.new_full((num_replicas,), torch.nan)
+        blanks = (blank.unsqueeze(1).expand(-1, state.prec_factor.shape[1]), blank, blank, blank, blank.double())
+        found: Sequence[Tensor] = (*state.tensors, *blanks)
+        takes_all = len(index) == num_replicas <= width
+        if not takes_all:
+            found = [x.clone() for x in found]
+        precision, failures = None, list[Failure]()
+        for members, numbers in zip(index.split(width), drawn.split(width), strict=True):
+            if len(members):
+                after, precision, failed = self._advance(state, data, sizes, members, numbers)
+                failures += failed
+                if takes_all:
+                    found = after
+                else:
+                    for old, new in zip(found, after, strict=True):
+                        old.index_copy_(0, members.to(old.device), new.to(old.dtype))
         if failures and self.settings.on_failure == "raise":
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             raise NumericalError(f"replica {failures[0].replica}{more}: {failures[0].reason}")
-        new, info = self._join(state, parts, failures, sizes * self.draws)
-        self._look(state, new)
-        return new, info
+        stuck = state.failed.index_fill(0, torch.tensor([x.replica for x in failures], dtype=torch.int64), True)
+        step = torch.where(stuck, state.step, state.step.index_add(0, index, torch.ones_like(index)))
+        result = State(*Tensors(*found[:4]), step=step, failed=stuck, spec=state.spec)
+        if takes_all and precision is not None:
+            result.__dict__["precision"] = precision  # fills the cached property
+        self._look(state, result)
+        rows, told = torch.where(step > state.step, sizes * self.draws, 0), Diagnostics(*found[4:8])
+        others: dict[str, Any] = {"failed": stuck, "failures": tuple(failures), "_state": result, "_prior": prior}
+        return result, Info(step, rows, *told, expected_log_likelihood=found[8], **others)
 
     def _look(self, state: State, new: State) -> None:
         """Show the step to the watch, whose windows are counted by the replica that has taken most."""
@@ -283,8 +524,8 @@ class Lockstep:
         lengths = torch.where((new.step > state.step).to(lengths.device), lengths, 0.0)
         self.watch.note(lengths, new.loc, lr.tolist(), clock)
 
-    def _advance(self, state: State, data: Minibatch, sizes: Tensor, index: Tensor, drawn: Tensor) -> _Part:
-        """Take one step of some replicas."""
+    def _advance(self, state: State, data: Minibatch, sizes: Tensor, index: Tensor, drawn: Tensor) -> Advanced:
+        """Take one step of some replicas, given by their places in order."""
         whole, prior, device = len(index) == len(state.loc), self.prior_of(state), state.loc.device
         lanes = slang.State(*Tensors(*(pick(x, index) for x in state.tensors)), step=0, spec=state.spec)
         precision = state.precision if whole else lanes.precision
@@ -311,8 +552,7 @@ class Lockstep:
             new, info = self._step(lanes, rows, options)
         except NumericalError:
             return self._advance_singly(lanes, rows, values, options, index, counts, fit)
-        found = (info.spectrum, info.total, info.residual.to(fit), info.clipped, fit)
-        return _Part(index, new.tensors, found, [], new.precision)
+        return (*new.tensors, *_diagnostics(info), fit), new.precision, []
 
     def _step(self, lanes: slang.State, rows: Tensor, options: dict[str, Tensor]) -> tuple[slang.State, slang.Info]:
         """Take the step of runs in lockstep, or of one alone."""
@@ -330,9 +570,9 @@ class Lockstep:
         index: Tensor,
         counts: Tensor,
         fit: Tensor,
-    ) -> _Part:
+    ) -> Advanced:
         """Take the steps one after the other, to find out which of them fail and why."""
-        failures, kept, found = list[Failure](), list[Tensors](), list[tuple[Tensor, ...]]()
+        failures, found = list[Failure](), list[tuple[Tensor, ...]]()
         nothing = fit.new_tensor(math.nan)
         for k in range(len(index)):
             step = int(options["ages"][k])
@@ -343,41 +583,16 @@ class Lockstep:
                 new, info = self._step(own, rows[k], {name: x[k] for name, x in options.items()})
             except NumericalError as error:
                 failures.append(Failure(int(index[k]), step, str(error)))
-                found.append((nothing.expand(lanes.prec_factor.shape[-2]), *[nothing] * 4))
-                kept.append(own.tensors)
+                found.append((*own.tensors, nothing.expand(lanes.prec_factor.shape[-2]), *[nothing] * 4))
             else:
-                found.append((info.spectrum, info.total, info.residual, info.clipped, fit[k]))
-                kept.append(new.tensors)
-        tensors = Tensors(*(torch.stack(parts) for parts in zip(*kept, strict=True)))
-        told = tuple(torch.stack([x.double() for x in parts]) for parts in zip(*found, strict=True))
-        return _Part(index, tensors, told, failures, None)
-
-    def _join(
-        self, state: State, parts: list[_Part], failures: tuple[Failure, ...], rows: Tensor
-    ) -> tuple[State, Info]:
-        """Put the parts where they belong among all replicas."""
-        lost = torch.tensor([failure.replica for failure in failures], dtype=torch.int64)
-        moved = torch.cat([part.members for part in parts]) if parts else lost
-        failed = state.failed.index_fill(0, lost, True)
-        step = torch.where(failed, state.step, state.step.index_add(0, moved, torch.ones_like(moved)))
-        lanes = Tensors(*(_put(x, [p.tensors[k] for p in parts], moved) for k, x in enumerate(state.tensors)))
-        new = State(*lanes, step=step, failed=failed, spec=state.spec)
-        if len(parts) == 1 and len(moved) == len(step) and parts[0].precision is not None:
-            new.__dict__["precision"] = parts[0].precision  # fills the cached property
-        blank = state.loc.new_full((len(step),), torch.nan)
-        blanks = (blank.unsqueeze(1).expand(-1, state.prec_factor.shape[1]), blank, blank, blank, blank.double())
-        *found, fit = (_put(x, [p.diagnostics[k] for p in parts], moved) for k, x in enumerate(blanks))
-        told = Diagnostics(*found)
-        others: dict[str, Any] = {"failed": failed, "failures": failures, "_state": new, "_prior": self.prior_of(state)}
-        rows = torch.where(step > state.step, rows, 0)
-        return new, Info(step, rows, *told, expected_log_likelihood=fit, **others)
+                found.append((*new.tensors, *_diagnostics(info), fit[k]))
+        # Diagnostics of those that failed are float64.
+        wide = [[x.double() for x in parts] if k >= 4 else parts for k, parts in enumerate(zip(*found, strict=True))]
+        return tuple(map(torch.stack, wide)), None, failures
 
 
-def _put(old: Tensor, parts: list[Tensor], index: Tensor) -> Tensor:
-    """Return the old tensor with the entries of some replicas replaced."""
-    if len(parts) == 1 and len(index) == len(old):
-        return parts[0]
-    return old.index_copy(0, index.to(old.device), torch.cat(parts).to(old.dtype)) if parts else old
+def _diagnostics(info: slang.Info) -> Diagnostics:
+    return Diagnostics(info.spectrum, info.total, info.residual, info.clipped)
 
 
 @dataclass(frozen=True)
@@ -391,7 +606,8 @@ class Minibatch:
 
     def take(self, index: Tensor | slice) -> Minibatch:
         """Return the data of some of the replicas."""
-        batch, constants, weights = _each(lambda x: x[index], (self.batch, self.constants, self.weights))
+        data = (self.batch, self.constants, self.weights)
+        batch, constants, weights = tree_map_only(Tensor, lambda x: x[index], data)
         return Minibatch(batch, constants, weights, self.num_examples)
 
 
@@ -401,11 +617,12 @@ def gather_rows(
     """Return the gradient of every example at draws (K, S, P), (K, S·M, P), and the log-likelihoods, (K, S, M)."""
 
     def one(params: dict[str, Tensor], example: Any, weight: Tensor | None, constants: Any) -> tuple[Tensor, Tensor]:
-        single = tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, example)
+        single = tree_map_only(Tensor, lambda x: x.unsqueeze(0), example)
         value = one_per_example(log_likelihood(params, single, constants), 1)[0]
         return -(value if weight is None else value * weight), value
 
-    batch, constants, weights = (_dims(x) for x in (data.batch, data.constants, data.weights))
+    given = (data.batch, data.constants, data.weights)
+    batch, constants, weights = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, given)
     rows_of = torch.func.grad(one, has_aux=True)
     for dims in ((None, batch, weights, None), (0, None, None, None), (0, batch, weights, constants)):
         rows_of = torch.func.vmap(rows_of, in_dims=dims, randomness="different")
@@ -414,15 +631,10 @@ def gather_rows(
     return torch.cat([found[name].reshape(shape) for name in spec.names], -1), values
 
 
-def _dims(tree: Any) -> Any:
-    """Return where vmap finds the dimension to go over: in front of tensors."""
-    return tree_map(lambda x: 0 if isinstance(x, Tensor) else None, tree)
-
-
 def read_batch(batch: Any, counts: Any, constants: Any, like: Tensor) -> tuple[Minibatch, Tensor]:
     """Return the batch for replicas like a (K, P) tensor, and the number of examples of each, (K,) on the CPU."""
     count = len(like)
-    shapes = {tuple(x.shape[:2]) for x in tree_flatten(batch)[0] if isinstance(x, Tensor)}
+    shapes = {tuple(x.shape[:2]) for x in tree_leaves(batch) if isinstance(x, Tensor)}
     if len(shapes) != 1 or len(shape := next(iter(shapes))) != 2 or shape[0] != count or not shape[1]:
         raise ValueError(
             f"batch must hold tensors of shape ({count}, M, ...), one entry per replica and example, got first "
@@ -430,12 +642,12 @@ def read_batch(batch: Any, counts: Any, constants: Any, like: Tensor) -> tuple[M
         )
     length = shape[1]
     sizes = torch.full((count,), length) if counts is None else _checked_counts(counts, count, length)
-    constants = _each(lambda x: x.to(like.device), constants)
+    constants = tree_map_only(Tensor, lambda x: x.to(like.device), constants)
     if bool(((sizes == length) | (sizes == 0)).all()):
         return Minibatch(batch, constants, None, length), sizes
     real = (torch.arange(length) < sizes.unsqueeze(1)).to(like.device)
     # Padding repeats the first example with weight 0, so that whatever stands there cannot spoil a product.
-    filled = _each(lambda x: x.where(real.view(*real.shape, *(1,) * (x.ndim - 2)), x[:, :1]), batch)
+    filled = tree_map_only(Tensor, lambda x: x.where(real.view(*real.shape, *(1,) * (x.ndim - 2)), x[:, :1]), batch)
     return Minibatch(filled, constants, real.to(like.dtype), length), sizes
 
 
@@ -443,16 +655,11 @@ def checked_constants(constants: Any, count: int) -> Any:
     """Return tensors with K in front, or a function that gives them; None becomes an empty nesting."""
     if constants is None or callable(constants):
         return constants or ()
-    for leaf in tree_flatten(constants)[0]:
+    for leaf in tree_leaves(constants):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,):
             what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise ValueError(f"constants must be tensors with the {count} replicas in front, got {what}.")
     return constants
-
-
-def _each(function: Any, tree: Any) -> Any:
-    """Apply a function to every tensor in a nesting."""
-    return tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
 
 
 def _checked_counts(counts: Any, count: int, length: int) -> Tensor:

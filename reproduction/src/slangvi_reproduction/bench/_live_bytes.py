@@ -29,10 +29,6 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._sizes: dict[int, int] = {}
 
-    def counts(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether memory that was just made is to be noted."""
-        return True
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -46,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
-        if key not in self._sizes and self.counts(storage):
+        if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
             self.live += storage.nbytes()
             self.peak = max(self.peak, self.live)
