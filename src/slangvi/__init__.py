@@ -14,12 +14,16 @@ from slangvi._version import __version__ as __version__
 if TYPE_CHECKING:
     from slangvi import checkpoint as checkpoint
     from slangvi import data as data
+    from slangvi import diagnosis as diagnosis
     from slangvi import metrics as metrics
     from slangvi import plots as plots
     from slangvi import replicas as replicas
     from slangvi import tracking as tracking
     from slangvi.checkpoint import load as load
     from slangvi.checkpoint import save as save
+    from slangvi.diagnosis import Diagnosis as Diagnosis
+    from slangvi.diagnosis import History as History
+    from slangvi.diagnosis import diagnose as diagnose
     from slangvi.distributions import DensePrecisionNormal as DensePrecisionNormal
     from slangvi.distributions import LowRankPrecisionNormal as LowRankPrecisionNormal
     from slangvi.errors import CheckpointError as CheckpointError
@@ -104,6 +108,11 @@ __all__ = [
     # tracking
     "track",
     "tracking",
+    # diagnosis
+    "diagnose",
+    "Diagnosis",
+    "History",
+    "diagnosis",
     # data
     "data",
     # memory and speed
@@ -133,6 +142,9 @@ _HOMES = {
     "DensePrecisionNormal": "slangvi.distributions",
     "CheckpointError": "slangvi.errors",
     "load": "slangvi.checkpoint",
+    "Diagnosis": "slangvi.diagnosis",
+    "History": "slangvi.diagnosis",
+    "diagnose": "slangvi.diagnosis",
     "save": "slangvi.checkpoint",
     "DataError": "slangvi.errors",
     "MemoryExceededError": "slangvi.errors",
@@ -173,6 +185,7 @@ _MODULES = {
     "mc_dropout": "slangvi.methods.mc_dropout",
     "checkpoint": "slangvi.checkpoint",
     "data": "slangvi.data",
+    "diagnosis": "slangvi.diagnosis",
     "metrics": "slangvi.metrics",
     "plots": "slangvi.plots",
     "replicas": "slangvi.replicas",
