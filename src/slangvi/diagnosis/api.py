@@ -37,9 +37,9 @@ from slangvi.settings import (
 
 __all__ = ["diagnose", "diagnose_state"]
 
-# Rows of all draws together, of which products are taken in float64. Examples tell more than draws: draws are dropped
-# first, down to two, which noise needs.
-MOST_ROWS = 2048
+# Rows of all draws together, of which products are taken in float64: as many as so many entries hold, within bounds.
+# Examples tell more than draws: draws are dropped first, down to two, which noise needs.
+ENTRIES, LEAST_ROWS, MOST_ROWS = 1 << 26, 128, 2048
 # State → name of the method, and the settings that its `build` takes.
 _FUNCTIONAL: dict[type, tuple[str, type[GaussianSettings]]] = {
     slang.State: ("slang", CompiledSettings),
@@ -102,7 +102,7 @@ def diagnose(
         opt: an optimizer with a Gaussian posterior (`SLANG`, `OnlineEig`, `VOGN`, `FullGaussian`, `BBB`), or a fitted
             `SLANGClassifier` or `SLANGRegressor`, which is looked at without a batch.
         batch: inputs and targets; curvature, shrinkage of sds and gradient noise need one. Take a large one, at best
-            all of the training set. Of more than 1024 examples so many are chosen at random.
+            all of the training set. Of more than 1024 examples, of large networks fewer, so many are chosen at random.
         loss: function of (outputs, targets), reduced over examples as `loss_reduction` says, such as
             `F.cross_entropy`.
         closure: in place of batch and loss, returns the loss of a batch at the current weights without backward, as
@@ -146,8 +146,8 @@ def diagnose(
     if closure is None:
         return _report(run, None, history, start)
     thetas = _draws(own, run, draws, seed)
-    with _listening(own, closure, _most_examples(draws), seed) as gather:
-        groups = _gathered(gather, thetas)
+    with _listening(own, closure, _most_rows(run.state) // min(draws, 2), seed) as gather:
+        groups = _gathered(gather, thetas, _most_rows(run.state))
     with own._exact():
         return _report(run, groups, history, start)
 
@@ -213,7 +213,7 @@ def diagnose_state(
         return _report(run, None, history, start)
     known = settings if isinstance(settings, FunctionalSettings) else FunctionalSettings(num_data=1, lr=0.1)
     settings_of_rows = replace(
-        known, engine="factored", curvature_rows=_most_examples(draws), lr=0.1, precision_lr=None
+        known, engine="factored", curvature_rows=_most_rows(state) // min(draws, 2), lr=0.1, precision_lr=None
     )
     gatherer, generator = RowGatherer(log_likelihood, settings_of_rows), torch.Generator(like.device)
 
@@ -223,7 +223,7 @@ def diagnose_state(
 
     thetas = state.precision.sample((draws,), generator.manual_seed(seed), like)
     with _random_states_kept(like.device):
-        groups = _gathered(gather, thetas)
+        groups = _gathered(gather, thetas, _most_rows(state))
     return _report(run, groups, history, start)
 
 
@@ -334,15 +334,16 @@ def _draws(own: VariationalOptimizer[Any, Any], run: _Run, draws: int, seed: int
     return thetas
 
 
-def _most_examples(draws: int) -> int:
-    """Return the number of examples whose rows are taken, at as many draws or at two."""
-    return MOST_ROWS // min(draws, 2)
+def _most_rows(state: Any) -> int:
+    """Return the number of rows to take at all draws together."""
+    size: int = state.spec.num_params
+    return min(MOST_ROWS, max(LEAST_ROWS, ENTRIES // size))
 
 
-def _gathered(gather: Gather, thetas: Tensor) -> list[RowGroup]:
+def _gathered(gather: Gather, thetas: Tensor, most: int) -> list[RowGroup]:
     """Return the rows of each draw, or of fewer draws if rows would be too many."""
     groups = [gather(thetas[0])]
-    draws = min(len(thetas), max(2, MOST_ROWS // groups[0].height))
+    draws = min(len(thetas), max(2, most // groups[0].height))
     return groups + [gather(theta) for theta in thetas[1:draws]]
 
 

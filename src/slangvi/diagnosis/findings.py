@@ -54,8 +54,10 @@ def _rank(found: Diagnosis) -> Finding | None:
     is_faithful = found.faithful_rank is not None and found.faithful_rank <= found.rank
     if found.captured >= CAPTURED or is_faithful:
         return Finding("ok", "rank", sentence)
-    enough = found.enough_rank if found.faithful_rank is None else found.faithful_rank
-    return Finding("note", "rank", sentence, f"rank={enough}, if sds matter more than memory.")
+    if found.faithful_rank is None:
+        remedy = "Compare a higher rank by held-out NLL: more examples may show more directions than this batch."
+        return Finding("note", "rank", sentence, remedy)
+    return Finding("note", "rank", sentence, f"rank={found.faithful_rank}, if sds matter more than memory.")
 
 
 def _shrinkage(found: Diagnosis) -> Finding | None:
@@ -65,8 +67,9 @@ def _shrinkage(found: Diagnosis) -> Finding | None:
         sentence = (
             f"{found.batch_examples} examples do not determine the curvature, so that sds cannot be checked by it."
         )
-        return Finding("note", "shrinkage", sentence, "Pass a larger batch, at best all of the training set.")
-    sentence = f"sds are {found.shrinkage:.2f} times those of the batch's whole curvature"
+        remedy = "Pass a larger batch, at best all of the training set; large networks cannot be checked in this way."
+        return Finding("note", "shrinkage", sentence, remedy)
+    sentence = f"sds are {found.shrinkage:.2f} times those that the batch's whole curvature gives"
     if found.shrinkage >= SMALL:
         if found.shrinkage > 1 / SHRUNK:
             remedy = "Take more steps, or a larger precision_lr."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["LEVELS", "Diagnosis", "Finding", "Layer"]
 
 LEVELS = ("ok", "note", "warning")
+# Columns of the text, and those before a sentence.
+_WIDTH, _INDENT = 110, 9
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Layer:
         largest: greatest standard deviation.
         prior_stddev: 1/√λ.
         ratio: standard deviation over the prior's.
-        signal_to_noise: |μ| over standard deviation.
+        signal_to_noise: length of μ over standard deviation.
         effective: effective number of parameters, Σ (1 − λᵢΣᵢᵢ).
         start_ratio: standard deviation over that at the start; None if the start is not known.
         moved: root mean square of (μ − start)/sd; None without the weights of the start.
@@ -90,7 +93,7 @@ class Diagnosis:
         coverage: tr(Σ_A Ĝ_B)/tr(Σ_A Ĝ_A) of two halves of the batch; 1 where the batch knows all directions, and
             exactly 1 if it holds all N examples.
         spectrum: eigenvalues of the batch's curvature relative to its diagonal, largest first.
-        gradient_noise: simple noise scale tr Cov(g)/|E g|², the batch size at which noise equals signal.
+        gradient_noise: simple noise scale tr Cov(g)/‖E g‖², the batch size at which noise equals signal.
         draw_share: share of draws in the noise of the gradient of a step's examples at one draw.
         step_examples: examples of a step, as far as its rows tell.
         batch_examples: examples of the batch.
@@ -154,9 +157,9 @@ class Diagnosis:
             "",
         ]
         for finding in self.findings:
-            lines.append(f"{finding.level:<8} {finding.name}: {finding.sentence}")
+            lines.append(_wrapped(f"{finding.level:<{_INDENT}}", f"{finding.name}: {finding.sentence}"))
             if finding.remedy:
-                lines.append(f"{'':<8} → {finding.remedy}")
+                lines.append(_wrapped(" " * _INDENT, f"→ {finding.remedy}"))
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
@@ -223,6 +226,11 @@ class Diagnosis:
                 ax.plot(self.curves["step"], self.curves[name], lw=1.2, label=name)
         ax.set(xlabel="step", ylabel="nats")
         ax.legend(fontsize=8)
+
+
+def _wrapped(head: str, text: str) -> str:
+    """Return text behind a head, in lines that fit a terminal."""
+    return fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
 def _plain(value: Any) -> Any:
