@@ -217,6 +217,26 @@ def test_a_large_batch_gives_up_draws_first_and_then_examples(monkeypatch, examp
         assert getattr(by_state, name) == pytest.approx(getattr(report, name), rel=1e-4)
 
 
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.deep = nn.Linear(3, 2), nn.Linear(2, 2)
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, wide, deep):
+        return self.wide(wide) + self.deep(deep) + self.nothing.sum()
+
+
+def test_inputs_may_be_several_and_parameters_empty():
+    torch.manual_seed(0)
+    opt = slangvi.SLANG(TwoInputs(), num_data=20, rank=1)
+    wide, deep, y = torch.randn(20, 3), torch.randn(20, 2), torch.arange(20) % 2
+    by_place = slangvi.diagnose(opt, ((wide, deep), y), F.cross_entropy)
+    by_name = slangvi.diagnose(opt, ({"deep": deep, "wide": wide}, y), F.cross_entropy)
+    assert by_place.spectrum == by_name.spectrum
+    assert sorted(layer.name for layer in by_place.layers) == ["deep.bias", "deep.weight", "wide.bias", "wide.weight"]
+
+
 # ---- nothing is changed
 
 
@@ -272,6 +292,26 @@ def assert_same_tensors(a, b):
         assert torch.equal(p.grad, q.grad)
     if a.generator is not None:
         assert torch.equal(a.generator.get_state(), b.generator.get_state())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_later_steps_on_a_gpu_are_the_same_bit_by_bit(name):
+    kind, given = CLASSES[name]
+    runs = []
+    for diagnosed in (True, False):
+        model, x, y = model_and_data(dtype=torch.float32)
+        model, x, y = model.cuda(), x.cuda(), y.cuda()
+        opt = kind(model, num_data=12, lr=0.05, generator=torch.Generator("cuda").manual_seed(1), **given)
+        for _ in range(3):
+            train(opt, x, y, steps=1)
+            if diagnosed:
+                state = torch.cuda.get_rng_state()
+                report = slangvi.diagnose(opt, (x, y), F.cross_entropy)
+                assert report.shrinkage is not None
+                assert torch.equal(torch.cuda.get_rng_state(), state)
+        runs.append(opt)
+    assert_same_tensors(*runs)
 
 
 def test_gradients_collected_for_the_next_step_stay():

@@ -101,8 +101,9 @@ def diagnose(
     Args:
         opt: an optimizer with a Gaussian posterior (`SLANG`, `OnlineEig`, `VOGN`, `FullGaussian`, `BBB`), or a fitted
             `SLANGClassifier` or `SLANGRegressor`, which is looked at without a batch.
-        batch: inputs and targets; curvature, shrinkage of sds and gradient noise need one. Take a large one, at best
-            all of the training set. Of more than 1024 examples, of large networks fewer, so many are chosen at random.
+        batch: inputs and targets; curvature, shrinkage of sds and gradient noise need one. Inputs are a tensor, or a
+            tuple (positional arguments) or dict (keyword arguments) of tensors. Take a large batch, at best all of the
+            training set. Of more than 1024 examples, of large networks fewer, so many are chosen at random.
         loss: function of (outputs, targets), reduced over examples as `loss_reduction` says, such as
             `F.cross_entropy`.
         closure: in place of batch and loss, returns the loss of a batch at the current weights without backward, as
@@ -304,8 +305,8 @@ def _left(beta: float, steps: int, warms_up: bool) -> float:
     """Return Π(1 − βₜ) over steps with one β, which averages all it has seen at first where it warms up.
 
     Example:
-        >>> _left(0.5, 3, warms_up=False), _left(0.25, 3, warms_up=True)
-        (0.125, 0.25)
+        >>> _left(0.5, 3, warms_up=False), _left(0.25, 3, warms_up=True), _left(1.0, 1, warms_up=False)
+        (0.125, 0.25, 0.0)
     """
     if beta >= 1.0 and steps:
         return 0.0

@@ -50,7 +50,7 @@ class Layer:
         largest: greatest standard deviation.
         prior_stddev: 1/√λ.
         ratio: standard deviation over the prior's.
-        signal_to_noise: length of μ over standard deviation.
+        signal_to_noise: absolute mean over standard deviation.
         effective: effective number of parameters, Σ (1 − λᵢΣᵢᵢ).
         start_ratio: standard deviation over that at the start; None if the start is not known.
         moved: root mean square of (μ − start)/sd; None without the weights of the start.
