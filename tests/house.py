@@ -25,6 +25,7 @@ LAYERS = (
     ("methods",),
     ("replicas", "memory", "checkpoint", "tracking", "data"),
     ("predict",),
+    ("diagnosis",),
     ("estimators",),
     ("tabular",),
     ("cli",),

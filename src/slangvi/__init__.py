@@ -14,12 +14,16 @@ from slangvi._version import __version__ as __version__
 if TYPE_CHECKING:
     from slangvi import checkpoint as checkpoint
     from slangvi import data as data
+    from slangvi import diagnosis as diagnosis
     from slangvi import metrics as metrics
     from slangvi import plots as plots
     from slangvi import replicas as replicas
     from slangvi import tracking as tracking
     from slangvi.checkpoint import load as load
     from slangvi.checkpoint import save as save
+    from slangvi.diagnosis import Diagnosis as Diagnosis
+    from slangvi.diagnosis import History as History
+    from slangvi.diagnosis import diagnose as diagnose
     from slangvi.distributions import DensePrecisionNormal as DensePrecisionNormal
     from slangvi.distributions import LowRankPrecisionNormal as LowRankPrecisionNormal
     from slangvi.errors import CheckpointError as CheckpointError
@@ -65,6 +69,7 @@ if TYPE_CHECKING:
 # Importing torch takes seconds. Names are looked up on first use, so that the command line answers at once.
 _NAMES = {
     "checkpoint": ("load", "save"),
+    "diagnosis": ("Diagnosis", "History", "diagnose"),
     "distributions": ("DensePrecisionNormal", "LowRankPrecisionNormal"),
     "errors": (
         "CheckpointError",
@@ -101,7 +106,7 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _METHODS = ("bbb", "exact", "full", "mc_dropout", "mean_field", "online_eig", "slang")
-_MODULES = ("checkpoint", "data", "metrics", "plots", "replicas", "tracking")
+_MODULES = ("checkpoint", "data", "diagnosis", "metrics", "plots", "replicas", "tracking")
 
 __all__ = ["__version__", *_HOMES, *_METHODS, *_MODULES]
 
