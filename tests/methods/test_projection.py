@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,15 +164,16 @@ def test_without_gradients_the_precision_goes_to_the_prior(dtype):
     assert divergence(precision_of(problem.state), torch.diag(problem.prior.precision.double())) < 1e-6
 
 
-@given(seed=st.integers(0, 50), low=st.floats(1e-3, 1.0), high=st.floats(1.0, 1e3))
-def test_the_scale_of_parameters_makes_no_difference(seed, low, high):
+@given(seed=st.integers(0, 50), low=st.floats(1e-3, 1.0), high=st.floats(1.0, 1e3), step=st.sampled_from([0, LATE]))
+def test_the_scale_of_parameters_makes_no_difference(seed, low, high, step):
     """Inputs times s are parameters over s: the precision of these is s times it times s, by factor analysis alone."""
     one, other = Problem(seed=seed), Problem(seed=seed)
+    one.state = replace(one.state, step=step)
     scale = torch.logspace(0, 1, 7, dtype=torch.float64).log10() * (high - low) + low
     other.rows *= scale
     other.prior = Prior(one.prior.precision * scale**2, one.prior.mean)
     other.state = slang.State(
-        one.state.loc, one.state.prec_factor * scale, one.state.prec_diag * scale**2, one.state.momentum, LATE, one.spec
+        one.state.loc, one.state.prec_factor * scale, one.state.prec_diag * scale**2, one.state.momentum, step, one.spec
     )
     expected = precision_of(one.step()[0]) * scale * scale[:, None]
     torch.testing.assert_close(precision_of(other.step()[0]), expected, rtol=1e-7, atol=1e-7 * float(expected.max()))
@@ -226,13 +228,42 @@ def test_what_is_told_does_not_depend_on_the_scale():
     assert info.rank_used == 2
 
 
-def test_the_first_steps_keep_eigenvectors_and_so_does_rank_zero():
+def test_the_first_steps_keep_eigenvectors_of_scaled_coordinates():
+    problem = Problem(L=3, R=4, betas=(0.2, 0.6))
+    problem.state = replace(problem.state, step=slang.EIGENVECTOR_STEPS - 1)
+    target = problem.target()
+    scale = target.diagonal().sqrt()
+    base = torch.lerp(problem.state.prec_diag, problem.prior.precision, problem.beta)
+    values, vectors = torch.linalg.eigh((target - torch.diag(base)) / scale / scale[:, None])
+    low = (vectors[:, -3:] * values[-3:]) @ vectors[:, -3:].T * scale * scale[:, None]
+    state, _ = problem.step()
+    torch.testing.assert_close(state.prec_factor.T @ state.prec_factor, low)
+    torch.testing.assert_close(precision_of(state).diagonal(), target.diagonal())
+
+
+def test_rank_zero_is_the_diagonal():
     problem = Problem(L=0)
-    assert torch.equal(problem.step()[0].prec_diag, problem.step("eig")[0].prec_diag)
-    early = Problem(L=3, R=4)
-    early.state = slang.State(*(getattr(early.state, n) for n in FIELDS), slang.EIGENVECTOR_STEPS - 1, early.spec)
-    assert torch.equal(early.step()[0].prec_factor, early.step("eig")[0].prec_factor)
-    assert not torch.equal(Problem().step()[0].prec_factor, Problem().step("eig")[0].prec_factor)
+    for step in (0, LATE):
+        problem.state = replace(problem.state, step=step)
+        assert torch.equal(problem.step()[0].prec_diag, problem.step("eig")[0].prec_diag)
+
+
+def test_a_parameter_that_varies_much_but_alone_does_not_take_the_factor():
+    """It would keep it: moving its square between U and d changes nothing."""
+    generator = torch.Generator().manual_seed(0)
+    problem = Problem(P=5, L=1, R=50, betas=(0.1, 0.1))
+    problem.state = replace(problem.state, step=0)
+    problem.state.prec_factor.zero_()
+    problem.state.prec_diag.fill_(1)
+    for _ in range(200):
+        problem.rows = torch.randn(50, 5, generator=generator, dtype=torch.float64)
+        problem.rows[:, 1:] += 2 * torch.randn(50, 1, generator=generator, dtype=torch.float64)
+        problem.rows[:, 0] *= 100
+        problem.state, info = problem.step()
+    squares = problem.state.prec_factor[0].square() / precision_of(problem.state).diagonal()
+    assert squares[0] < 0.1
+    assert (squares[1:] > 0.6).all()
+    assert info.captured > 0.4
 
 
 def test_gradients_that_are_not_finite_leave_the_state():

@@ -7,7 +7,7 @@ matrix over all parts, `decide` turns it into weights, and `project` gives the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -27,9 +27,18 @@ from slangvi.linalg.topk import (
     ritz,
     starting_block,
 )
+from slangvi.rows.dense import DenseGradients
 from slangvi.rows.operator import GradientOperator, SegmentRows
 
-__all__ = ["Decision", "FactorAnalysis", "LeadingEigenvectors", "Part", "Projection", "choose_route"]
+__all__ = [
+    "Decision",
+    "FactorAnalysis",
+    "LeadingEigenvectors",
+    "Part",
+    "Projection",
+    "ScaledEigenvectors",
+    "choose_route",
+]
 
 Number = float | Tensor
 # Factor analysis: least share of a variance that is taken to be free of the low-rank part, share of λ that d does not
@@ -280,6 +289,62 @@ class LeadingEigenvectors:
         return torch.sub(part.new_diag, left, out=left).sum(-1)
 
 
+class ScaledEigenvectors:
+    r"""`LeadingEigenvectors` in coordinates in which diag Λ is the identity: the start of factor analysis.
+
+    A parameter that varies much but alone has an eigenvalue of 1 there, and those that share a direction have more. In
+    other coordinates its length decides, and factor analysis does not part with it later: moving u² of one parameter to
+    d changes nothing.
+
+    Args:
+        factor: U by rows, (..., L, P).
+        height: R, rows of gradients.
+        route: see `choose_route`.
+        is_exact: decompose in full, however many rows there are.
+    """
+
+    def __init__(self, factor: Tensor, height: int, route: Route = "gram", is_exact: bool = False) -> None:
+        self.inner = LeadingEigenvectors(factor, height, route, is_exact)
+
+    def observe(self, parts: Callable[[], Iterable[Part]]) -> Observation:
+        """Return the small problem in scaled coordinates; its trace is that of A in the coordinates of the state."""
+        traces: list[Tensor] = []
+
+        def scaled() -> Iterator[Part]:
+            for part in parts():
+                shares = column_squares(part.factor) * (1 - part.precision_lr) + part.rows.square_sum() * part.gain
+                traces.append(shares.sum(-1, dtype=torch.float64))
+                yield self._scaled(part)[0]
+
+        small = self.inner.observe(scaled).small
+        return Observation(small, torch.stack(traces).sum(0))
+
+    def decide(self, small: Tensor) -> Decision:
+        """Return the leading eigenvectors as weights of U and the rows."""
+        return self.inner.decide(small)
+
+    def project(self, part: Part, decision: Decision) -> Tensor:
+        """Write the new precision of one part; return what rounding would take from d⁺, relative to diag Λ."""
+        scaled, scale = self._scaled(part)
+        clipped = self.inner.project(scaled, decision)
+        torch.mul(scaled.new_factor, scale.unsqueeze(-2), out=part.new_factor)
+        torch.mul(scaled.new_diag, scale.square(), out=part.new_diag)
+        return clipped
+
+    def _scaled(self, part: Part) -> tuple[Part, Tensor]:
+        """Return a part in scaled coordinates, and the roots of diag Λ that it was divided by."""
+        beta, gain = (x.to(part.diag) if isinstance(x, Tensor) else x for x in (part.precision_lr, part.gain))
+        whole = (part.diag + column_squares(part.factor)) * (1 - beta) + part.prior_precision * beta
+        scale = (whole + part.rows.square_sum() * gain).sqrt()
+        factor, diag = part.factor / scale.unsqueeze(-2), part.diag / scale.square()
+        rows = DenseGradients.from_rows(part.rows.form() / scale.unsqueeze(-2))
+        lam = part.prior_precision / scale.square()
+        new = torch.empty_like(factor), torch.empty_like(diag)
+        return part._replace(
+            factor=factor, diag=diag, new_factor=new[0], new_diag=new[1], rows=rows, prior_precision=lam
+        ), scale
+
+
 class FactorAnalysis:
     r"""One step of maximum-likelihood factor analysis of the new precision, which lowers KL(q ‖ N(μ, Λ⁻¹)).
 
@@ -297,7 +362,7 @@ class FactorAnalysis:
     All of it comes from small matrices and U, Z and G once more. With F^(−1/2), which is symmetric, U⁺ differs from U
     by a share of the size of β, and the step is written as that difference, so that its rounding has the size of β too.
 
-    U = 0 is a fixed point: begin with `LeadingEigenvectors`. Columns that have vanished later are given short rows.
+    U = 0 is a fixed point: begin with `ScaledEigenvectors`. Columns that have vanished later are given short rows.
 
     Args:
         factor: U by rows, (..., L, P), L ≥ 1.
@@ -404,7 +469,7 @@ class FactorAnalysis:
         change += torch.mul(old, 2, out=scaled).sub_(lost).mul_(lost).sum(-2)
         free = held.neg_().add_(1.0).clamp_(LEAST_FREE, 1.0)
         left = diag + change
-        clipped = left.clamp_max(0.0).sum(-1).neg_()
+        clipped = left.clamp_max(0.0).sum(-1).abs_()
         fewer = diag * left / torch.addcmul(diag, change.clamp_max(0.0), 1 - free.reciprocal())
         more = torch.addcdiv(diag, change, free)
         least = torch.minimum(diag, lam * LEAST_PRIOR)

@@ -181,7 +181,8 @@ def update(
         rates=rates,
         spec=state.spec,
         step=step,
-        by_em=projection == "em" and step > first,
+        by_em=projection == "em",
+        is_start=step <= first,
     )
     return finished(new, precision, diagnostics, step, state.spec, gradients.num_rows, prior)
 

@@ -33,6 +33,7 @@ from slangvi.methods.projection import (
     Observation,
     Part,
     Projection,
+    ScaledEigenvectors,
     choose_route,
 )
 from slangvi.params import ParamSpec
@@ -110,6 +111,7 @@ class Step:
         rates: of this step.
         spec: layout of the flat vector.
         by_em: whether the way back to the family is `FactorAnalysis`, and not `LeadingEigenvectors`.
+        is_start: whether factor analysis begins, by `ScaledEigenvectors`.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Step:
         rates: Rates,
         spec: ParamSpec,
         by_em: bool = False,
+        is_start: bool = False,
     ) -> None:
         self.old, self.new, self.gradients, self.prior, self.rates = old, new, gradients, prior, rates
         self.weight = num_data / gradients.num_rows
@@ -130,11 +133,12 @@ class Step:
         self.ends = _ends(spec, rates.precision_lr)
         rank, size = old.prec_factor.shape[-2:]
         self.projection: Projection
-        if by_em and rank:
+        if by_em and rank and not is_start:
             self.projection = FactorAnalysis(old.prec_factor, gradients.height)
         else:
             route, is_exact = choose_route(rank, size, gradients), gradients.spectrum_route == "gram"
-            self.projection = LeadingEigenvectors(old.prec_factor, gradients.height, route, is_exact)
+            kind = ScaledEigenvectors if by_em and rank else LeadingEigenvectors
+            self.projection = kind(old.prec_factor, gradients.height, route, is_exact)
 
     def parts(self) -> Iterator[Part]:
         """Yield the segments of the precision with their rows."""
@@ -248,6 +252,7 @@ def take_step(
     spec: ParamSpec,
     step: int,
     by_em: bool = False,
+    is_start: bool = False,
 ) -> tuple[LowRankPrecision, Diagnostics]:
     """Take one step from `old` to `new`, which may be the same tensors; return the factorised precision as well.
 
@@ -261,11 +266,12 @@ def take_step(
         spec: layout, for messages.
         step: number of the step, for messages.
         by_em: see `Step`.
+        is_start: see `Step`.
 
     Raises:
         NumericalError: if the step would not be finite. `old` is as it was then.
     """
-    work = Step(old, new, gradients, num_data, prior, rates, spec, by_em)
+    work = Step(old, new, gradients, num_data, prior, rates, spec, by_em, is_start)
     small, trace, bounds = work.look(work.observe(), work.bounds())
     largest = float(trace.sum())
     if not math.isfinite(largest):
@@ -293,7 +299,7 @@ def take_step(
                 target.copy_(value)
             precision = factorize(new.prec_factor, new.prec_diag)
     spectrum, total = decision.spectrum, trace
-    if isinstance(work.projection, FactorAnalysis):
+    if isinstance(work.projection, FactorAnalysis | ScaledEigenvectors):
         spectrum = precision.spectrum[0].square().sub(1).flip(-1)
         total = spectrum.sum(-1) + old.loc.shape[-1]
     return precision, collect_diagnostics(spectrum, total, decision.residual, clipped, old.loc)
