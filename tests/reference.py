@@ -107,5 +107,31 @@ def gaussian_step(
     return GaussianState(loc, precision, average, step)
 
 
+def factor_analysis(
+    rows: Tensor, diag: Tensor, target: Tensor, beta: float, least_free: float
+) -> tuple[Tensor, Tensor]:
+    """U⁺U⁺ᵀ and d⁺ of one step of factor analysis of a matrix, from U by rows and d.
+
+    Args:
+        rows: U, (L, P).
+        diag: d, (P,).
+        target: Λ, (P, P).
+        beta: the largest β.
+        least_free: least value of w.
+    """
+    U = rows.T
+    Z = U / diag[:, None]
+    A = target - (1 - beta) * torch.diag(diag)
+    eye = torch.eye(U.shape[1], dtype=torch.float64)
+    F = Z.T @ A @ Z + beta * (U.T @ Z + beta * eye)
+    root = torch.linalg.solve_triangular(torch.linalg.cholesky(F), Z.T @ A, upper=False)
+    low = root.T @ root
+    change = (target - low).diagonal() - diag
+    inverse = torch.linalg.inv(U @ U.T + torch.diag(diag))
+    free = (inverse.diagonal() * diag).clamp_min(least_free)
+    fewer = diag * (diag + change) / (diag + change - change / free)
+    return low, torch.where(change > 0, diag + change / free, fewer)
+
+
 def flat_params(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])

@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 
-# Steps by the likelihood's curvature whose draws have less noise; how far the mean may go in each of them, in posterior
-# standard deviations; and the last step with such a bound, which grows after them.
-FIRST_STEPS, LONGEST, LAST_BOUNDED = 50, 0.1, 500
+# Steps by the likelihood's curvature whose draws have less noise, and how far the mean may go in each of them, in
+# posterior standard deviations.
+FIRST_STEPS, LONGEST = 50, 0.1
 # Factors by which misfit may enlarge the likelihood's curvature: where that can vanish, and where it is the same for
 # all outputs (True) and a model that does not fit yet is only to be slowed down.
 MOST_ENLARGED = {False: 1e6, True: 10.0}
@@ -183,15 +183,16 @@ def longest_step(step: int, curvature: str) -> float | None:
     """Return how far a step may go, in posterior standard deviations of a typical parameter; None for any length.
 
     By the likelihood's curvature a step is as far as a quadratic model has its minimum, which is good for the draws
-    that it was made from and not much farther. The empirical Fisher is large where the minimum is far.
+    that it was made from and not much farther: one standard deviation, and less in first steps. The empirical Fisher is
+    large where the minimum is far.
 
     Args:
         step: number of the step, from 1.
         curvature: of the settings.
     """
-    if curvature not in OWN_PASS or step > LAST_BOUNDED:
+    if curvature not in OWN_PASS:
         return None
-    return LONGEST * max(1.0, step / FIRST_STEPS) ** 2
+    return min(LONGEST * max(1.0, step / FIRST_STEPS) ** 2, 1.0)
 
 
 def own_pass_of(likelihood: str | Likelihood | None, curvature: str, verify: bool) -> OwnPass | None:

@@ -7,14 +7,14 @@ matrix over all parts, `decide` turns it into weights, and `project` gives the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slangvi.linalg.products import batch_matmul, column_squares, gram_float64, mix_rows, rows_dot
+from slangvi.linalg.products import batch_matmul, cache_slices, column_squares, gram_float64, mix_rows, rows_dot
 from slangvi.linalg.topk import (
     SMALL,
     TOLERANCE,
@@ -27,13 +27,26 @@ from slangvi.linalg.topk import (
     ritz,
     starting_block,
 )
+from slangvi.rows.dense import DenseGradients
 from slangvi.rows.operator import GradientOperator, SegmentRows
 
-__all__ = ["Decision", "FactorAnalysis", "LeadingEigenvectors", "Part", "Projection", "choose_route"]
+__all__ = [
+    "Decision",
+    "FactorAnalysis",
+    "LeadingEigenvectors",
+    "Part",
+    "Projection",
+    "ScaledEigenvectors",
+    "choose_route",
+]
 
 Number = float | Tensor
-# Share of (1−β)d + βλ below which d⁺ does not fall in one EM step, where rounding would take all of it.
-LEAST_LEFT = 1e-3
+# Factor analysis: least share of a variance that is taken to be free of the low-rank part, share of λ that d does not
+# fall below, UᵀD⁻¹U of a column that has vanished, and the length of the row that it begins with.
+LEAST_FREE = 0.1
+LEAST_PRIOR = 0.1
+VANISHED = 1e-12
+SEED = 1e-3
 Route = Literal["gram", "parameters", "diagonal"]
 
 
@@ -276,20 +289,80 @@ class LeadingEigenvectors:
         return torch.sub(part.new_diag, left, out=left).sum(-1)
 
 
+class ScaledEigenvectors:
+    r"""`LeadingEigenvectors` in coordinates in which diag Λ is the identity: the start of factor analysis.
+
+    A parameter that varies much but alone has an eigenvalue of 1 there, and those that share a direction have more. In
+    other coordinates its length decides, and factor analysis does not part with it later: moving u² of one parameter to
+    d changes nothing.
+
+    Args:
+        factor: U by rows, (..., L, P).
+        height: R, rows of gradients.
+        route: see `choose_route`.
+        is_exact: decompose in full, however many rows there are.
+    """
+
+    def __init__(self, factor: Tensor, height: int, route: Route = "gram", is_exact: bool = False) -> None:
+        self.inner = LeadingEigenvectors(factor, height, route, is_exact)
+
+    def observe(self, parts: Callable[[], Iterable[Part]]) -> Observation:
+        """Return the small problem in scaled coordinates; its trace is that of A in the coordinates of the state."""
+        traces: list[Tensor] = []
+
+        def scaled() -> Iterator[Part]:
+            for part in parts():
+                shares = column_squares(part.factor) * (1 - part.precision_lr) + part.rows.square_sum() * part.gain
+                traces.append(shares.sum(-1, dtype=torch.float64))
+                yield self._scaled(part)[0]
+
+        small = self.inner.observe(scaled).small
+        return Observation(small, torch.stack(traces).sum(0))
+
+    def decide(self, small: Tensor) -> Decision:
+        """Return the leading eigenvectors as weights of U and the rows."""
+        return self.inner.decide(small)
+
+    def project(self, part: Part, decision: Decision) -> Tensor:
+        """Write the new precision of one part; return what rounding would take from d⁺, relative to diag Λ."""
+        scaled, scale = self._scaled(part)
+        clipped = self.inner.project(scaled, decision)
+        torch.mul(scaled.new_factor, scale.unsqueeze(-2), out=part.new_factor)
+        torch.mul(scaled.new_diag, scale.square(), out=part.new_diag)
+        return clipped
+
+    def _scaled(self, part: Part) -> tuple[Part, Tensor]:
+        """Return a part in scaled coordinates, and the roots of diag Λ that it was divided by."""
+        beta, gain = (x.to(part.diag) if isinstance(x, Tensor) else x for x in (part.precision_lr, part.gain))
+        whole = (part.diag + column_squares(part.factor)) * (1 - beta) + part.prior_precision * beta
+        scale = (whole + part.rows.square_sum() * gain).sqrt()
+        factor, diag = part.factor / scale.unsqueeze(-2), part.diag / scale.square()
+        rows = DenseGradients.from_rows(part.rows.form() / scale.unsqueeze(-2))
+        lam = part.prior_precision / scale.square()
+        new = torch.empty_like(factor), torch.empty_like(diag)
+        return part._replace(
+            factor=factor, diag=diag, new_factor=new[0], new_diag=new[1], rows=rows, prior_precision=lam
+        ), scale
+
+
 class FactorAnalysis:
-    r"""One EM step of maximum-likelihood factor analysis of the new precision, which lowers KL(q ‖ N(μ, Λ⁻¹)).
+    r"""One step of maximum-likelihood factor analysis of the new precision, which lowers KL(q ‖ N(μ, Λ⁻¹)).
 
-    $$ \Lambda = (1-\beta)(UU^\top + D) + \beta(\hat G + \lambda), \qquad B = U^\top (UU^\top + D)^{-1}, $$
-    $$ U^+ = \Lambda B^\top E^{-1}, \quad E = I - BU + B \Lambda B^\top, \qquad
-       d^+ = \mathrm{diag}\,\Lambda - \mathrm{rowsum}(U^+ \circ \Lambda B^\top) $$
+    $$ \Lambda = (1-\beta)(UU^\top + D) + \beta(\hat G + \lambda), \qquad
+       A = \Lambda - (1-\beta)D = (1-\beta)UU^\top + \beta(\hat G + \lambda) $$
+    $$ Z = D^{-1}U, \quad F = Z^\top AZ + \beta\,(U^\top Z + \beta I), \qquad U^+U^{+\top} = AZF^{-1}Z^\top A $$
+    $$ \delta = \mathrm{diag}\,(\Lambda - U^+U^{+\top}) - d, \qquad d^+ \approx d + \delta/w, \qquad
+       w = 1 - \mathrm{rowsum}(U \circ Z(I + U^\top Z)^{-1}) $$
 
-    With Z = U/d, S = UᵀZ, K = (I + S)⁻¹ and A = GZ, all of it comes from small matrices and U, Z and G once more:
-    ΛBᵀ = U − c with c = βU − gain GᵀAK − β(λ∘Z)K, and U⁺ = U − c − q with q = (U − c)(I − E'⁻¹), E' = E but for K.
-    Changes c and q are of the size of β, and so is their rounding; d⁺ is written as d and terms of that size:
+    U⁺ is a Nyström approximation of the best factor for the noise D, and d⁺ follows the diagonal; docs/projection.md
+    derives both. w is the share of the variance that is not the low-rank part's, at least `LEAST_FREE`; where δ < 0, d⁺
+    is d (d + δ) / (d + δ − δ/w), which is positive. d does not fall below `LEAST_PRIOR` λ, where the likelihood of some
+    matrices has its maximum at 0. Where β differs by part, A is Λ − (1−c)D with the largest β as c.
 
-    $$ d^+ = (1-\beta)d + \beta\lambda + \beta\,\mathrm{diag}\,\hat G - \beta u^2 + c(2u-c) + (u-c)q $$
+    All of it comes from small matrices and U, Z and G once more. With F^(−1/2), which is symmetric, U⁺ differs from U
+    by a share of the size of β, and the step is written as that difference, so that its rounding has the size of β too.
 
-    U = 0 is a fixed point, and so are columns that are zero: begin with `LeadingEigenvectors`.
+    U = 0 is a fixed point: begin with `ScaledEigenvectors`. Columns that have vanished later are given short rows.
 
     Args:
         factor: U by rows, (..., L, P), L ≥ 1.
@@ -298,81 +371,137 @@ class FactorAnalysis:
 
     def __init__(self, factor: Tensor, height: int) -> None:
         self.rank, self.height, self.dtype, self.device = factor.shape[-2], height, factor.dtype, factor.device
+        self._fastest: Number = 0.0  # c, the largest β of a part
         self._last: tuple[Number, Tensor, list[Tensor]] | None = None  # β, weights, and what a part multiplies by
 
     def observe(self, parts: Callable[[], Iterable[Part]]) -> Observation:
-        """Return sums over all parts by rows, float64, (..., R + 3L, L), and the trace of A.
+        """Return sums over all parts by rows, float64, (..., R + 3L, L), and the trace of (1−β)UUᵀ + βĜ.
 
         The sums are √gain GZ, √(1−β) UᵀZ, UᵀZ and Zᵀ((1−β)D + βλ)Z.
         """
         total: Tensor | None = None
         for part in parts():
+            self._fastest = _larger(self._fastest, part.precision_lr)
             beta, gain = _matrix(part.precision_lr), _matrix(part.gain)
-            scaled = part.factor / part.diag.unsqueeze(-2)
-            if part.rows.space is not None:
-                new, old = _inner(part.rows.space, scaled).split([self.height, self.rank])
-            else:
-                new, old = part.rows.mm(scaled).double(), _inner(part.factor, scaled)
-            prior = _inner(scaled * part.prior_precision.unsqueeze(-2), scaled)
-            traces = part.factor.square().sum(-1, dtype=torch.float64).unsqueeze(-2) * (1 - beta)
-            traces[..., :1] += part.rows.square_sum().sum(-1, dtype=torch.float64)[..., None, None] * gain
+            sums = [self._products(part, cut) for cut in _strips(part)]
+            products = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+            new, old, prior = products.split([self.height, self.rank, self.rank], -2)
+            squares = (x.sum(-1, dtype=torch.float64) for x in (column_squares(part.factor), part.rows.square_sum()))
+            trace, added = (x[..., None, None] for x in squares)
+            traces = F.pad(trace * (1 - beta) + added * gain, (0, self.rank - 1))
             found = [new * gain**0.5, old * (1 - beta) ** 0.5, old, old * (1 - beta) + prior * beta, traces]
             stacked = torch.cat(found, -2)
             total = stacked if total is None else total.add_(stacked)
         assert total is not None
         return Observation(total[..., :-1, :], total[..., -1, :].sum(-1))
 
+    def _products(self, part: Part, cut: slice) -> Tensor:
+        """Return GZ, UᵀZ and ZᵀλZ of some columns by rows, float64, (..., R + 2L, L)."""
+        factor, lam = part.factor[..., cut], part.prior_precision[..., cut]
+        scaled = factor / part.diag[..., cut].unsqueeze(-2)
+        prior = _inner(scaled * lam.unsqueeze(-2), scaled)
+        if part.rows.space is not None:
+            return torch.cat([_inner(part.rows.space[..., cut], scaled), prior], -2)
+        return torch.cat([part.rows.mm(scaled).double(), _inner(factor, scaled), prior], -2)
+
     def decide(self, small: Tensor) -> Decision:
-        """Return AK, (√(1−β) UᵀZ)ᵀK, K, and I − E'⁻¹ by rows, (..., R + 3L, L); the spectrum is that of UᵀD⁻¹U."""
+        """Return GZH, (√(1−β) UᵀZ)H, H = F^(−1/2), and (I + UᵀZ)⁻¹ by rows; the spectrum is that of UᵀD⁻¹U."""
         rank, height = self.rank, self.height
         new, kept, old, diagonal = small.split([height, rank, rank, rank], -2)
+        fastest = self._fastest_beside(small)
         eye = torch.eye(rank, dtype=small.dtype, device=small.device)
         old = 0.5 * (old + old.mT)
-        capacitance = eye + old
-        inverse = torch.linalg.inv(capacitance)
-        inner = capacitance + kept.mT @ kept + new.mT @ new + 0.5 * (diagonal + diagonal.mT)
-        # E' = K N K, and I − E'⁻¹ = E'⁻¹ (E' − I) without the difference of nearly equal matrices.
-        change = inverse @ (inner - capacitance @ capacitance) @ inverse
-        shrink = capacitance @ torch.linalg.solve(inner, capacitance @ change)
+        inner = kept.mT @ kept + new.mT @ new + 0.5 * (diagonal + diagonal.mT)
+        values, vectors = torch.linalg.eigh(inner + (2 * fastest - 1) * old + fastest**2 * eye)
+        # Directions below rounding hold nothing of U; what is added keeps the inverse of their length finite.
+        least = rank * torch.finfo(small.dtype).eps * values[..., -1:] + torch.finfo(small.dtype).tiny
+        root = (vectors * torch.maximum(values, least).rsqrt().unsqueeze(-2)) @ vectors.mT
+        seeded = new @ root + self._seeds(old.diagonal(dim1=-2, dim2=-1))
         spectrum = torch.linalg.eigvalsh(old).flip(-1).clamp_min(0.0)
-        weights = torch.cat([new @ inverse, kept @ inverse, inverse, shrink.mT], -2)
+        weights = torch.cat([seeded, kept @ root, root, torch.linalg.inv(eye + old)], -2)
         return Decision(weights, spectrum.to(self.dtype), torch.zeros_like(spectrum[..., 0]))
+
+    def _seeds(self, squares: Tensor) -> Tensor:
+        """Return weights that put a short row into each column that is zero, (..., R, L), a different row each."""
+        empty = squares <= VANISHED
+        number = torch.where(empty, empty.cumsum(-1), 0).unsqueeze(-2)  # 1, 2, … where empty; there may be more than R
+        rows = torch.arange(1, self.height + 1, device=squares.device).unsqueeze(-1)
+        return SEED * (rows == number).to(squares.dtype)
 
     def project(self, part: Part, decision: Decision) -> Tensor:
         """Write the new precision of one part; return the sum of what rounding would take from d⁺."""
         if self._last is None or self._last[0] is not part.precision_lr or self._last[1] is not decision.weights:
             self._last = part.precision_lr, decision.weights, self._weights(part, decision.weights)
-        drop, prior, shrink = self._last[2]
         beta, gain = (x.to(self.dtype) if isinstance(x, Tensor) else x for x in (part.precision_lr, part.gain))
-        old, lam = part.factor, part.prior_precision
-        if part.rows.space is not None:
-            lost = drop @ part.rows.space  # c
-        else:
-            lost = drop[..., self.height :] @ old
-            part.rows.add_t_mm(drop[..., : self.height].mT, lost)
-        lost -= prior @ (old * (lam / part.diag).unsqueeze(-2))
-        moved = old - lost  # ΛBᵀ
-        less = shrink @ moved  # q
-        left = (lost * (2 * old - lost)).sum(-2).add_((moved * less).sum(-2))
-        for vector, share in ((column_squares(old), -beta), (part.rows.square_sum(), gain)):
+        change = (part.prior_precision - part.diag) * beta  # δ; it is complete when c (2U − c) is added below
+        for vector, share in ((column_squares(part.factor), -beta), (part.rows.square_sum(), gain)):
             if isinstance(share, Tensor):
-                left.addcmul_(vector, share)
+                change.addcmul_(vector, share)
             else:
-                left.add_(vector, alpha=share)
-        base = torch.lerp(part.diag, lam, beta)
-        left += base
-        torch.sub(moved, less, out=part.new_factor)
-        torch.maximum(left, base.mul_(LEAST_LEFT), out=part.new_diag)
-        return torch.sub(part.new_diag, left, out=left).sum(-1)
+                change.add_(vector, alpha=share)
+        lost = None
+        if part.rows.space is None:
+            lost = batch_matmul(self._last[2][0][..., self.height :], part.factor)
+            part.rows.add_t_mm(self._last[2][0][..., : self.height].mT, lost)
+        clipped = [self._project(part, cut, change[..., cut], lost) for cut in cache_slices(part.factor)]
+        return clipped[0] if len(clipped) == 1 else torch.stack(clipped).sum(0)
+
+    def _project(self, part: Part, cut: slice, change: Tensor, lost: Tensor | None) -> Tensor:
+        """Write the new precision of some columns.
+
+        Args:
+            part: all columns.
+            cut: which of them.
+            change: terms of δ that do not need U − U⁺, of these columns; overwritten.
+            lost: U − U⁺ of all columns but for the term of λ, where rows are not held as a matrix with U.
+        """
+        assert self._last is not None
+        drop, prior, inverse = self._last[2]
+        old, diag, lam = part.factor[..., cut], part.diag[..., cut], part.prior_precision[..., cut]
+        if lost is not None:
+            lost = lost[..., cut]
+        else:
+            assert part.rows.space is not None
+            lost = drop @ part.rows.space[..., cut]
+        scaled = old / diag.unsqueeze(-2)
+        held = (inverse @ scaled).mul_(old).sum(-2)
+        lost -= prior @ scaled.mul_(lam.unsqueeze(-2))
+        change += torch.mul(old, 2, out=scaled).sub_(lost).mul_(lost).sum(-2)
+        free = held.neg_().add_(1.0).clamp_(LEAST_FREE, 1.0)
+        left = diag + change
+        clipped = left.clamp_max(0.0).sum(-1).abs_()
+        fewer = diag * left / torch.addcmul(diag, change.clamp_max(0.0), 1 - free.reciprocal())
+        more = torch.addcdiv(diag, change, free)
+        least = torch.minimum(diag, lam * LEAST_PRIOR)
+        torch.sub(old, lost, out=part.new_factor[..., cut])
+        torch.maximum(torch.where(change > 0, more, fewer), least, out=part.new_diag[..., cut])
+        return clipped
 
     def _weights(self, part: Part, weights: Tensor) -> list[Tensor]:
-        """Return what G above U, λ∘Z and ΛBᵀ are multiplied by in a part, in the dtype and on the device of U."""
-        new, kept, inverse, shrink = weights.split([self.height, self.rank, self.rank, self.rank], -2)
+        """Return what G above U, λ∘Z and Z are multiplied by in a part, in the dtype and on the device of U."""
+        new, kept, root, inverse = weights.split([self.height, self.rank, self.rank, self.rank], -2)
         beta, gain = _matrix(part.precision_lr), _matrix(part.gain)
         eye = torch.eye(self.rank, dtype=weights.dtype, device=weights.device)
-        drop = eye - kept * (1 - beta) ** 0.5 - inverse * (1 - beta)
-        made = (torch.cat([-new * gain**0.5, drop], -2).mT, inverse * beta, shrink.mT)
+        drop = eye - kept * (1 - beta) ** 0.5 - root * (self._fastest_beside(weights) - beta)
+        made = (torch.cat([-new * gain**0.5, drop], -2).mT, root * beta, inverse)
         return [x.to(self.device, self.dtype, non_blocking=True).contiguous() for x in made]
+
+    def _fastest_beside(self, small: Tensor) -> Number:
+        """Return c as a factor of small matrices."""
+        fastest = _matrix(self._fastest)
+        return fastest.to(small.device, small.dtype) if isinstance(fastest, Tensor) else fastest
+
+
+def _larger(one: Number, other: Number) -> Number:
+    """Return the larger of two numbers, or of those of each run."""
+    if isinstance(one, Tensor):
+        return torch.maximum(one, torch.as_tensor(other, dtype=one.dtype, device=one.device))
+    return _larger(other, one) if isinstance(other, Tensor) else max(one, other)
+
+
+def _strips(part: Part) -> list[slice]:
+    """Return columns that are worked on at once: what a cache holds, or all where rows are not held as a matrix."""
+    return [slice(None)] if part.rows.space is None else cache_slices(part.factor)
 
 
 def _inner(rows: Tensor, others: Tensor) -> Tensor:

@@ -184,7 +184,8 @@ def update(
         spec=state.spec,
         step=step,
         longest=longest,
-        by_em=projection == "em" and step > first,
+        by_em=projection == "em",
+        is_start=step <= first,
     )
     return finished(new, precision, diagnostics, step, state.spec, gradients.num_rows, prior)
 

@@ -33,6 +33,7 @@ from slangvi.methods.projection import (
     Observation,
     Part,
     Projection,
+    ScaledEigenvectors,
     choose_route,
 )
 from slangvi.params import ParamSpec
@@ -111,6 +112,7 @@ class Step:
         spec: layout of the flat vector.
         by_em: whether the way back to the family is `FactorAnalysis`, and not `LeadingEigenvectors`.
         longest: how far the mean may go, in posterior standard deviations of a typical parameter; None for any length.
+        is_start: whether factor analysis begins, by `ScaledEigenvectors`.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Step:
         spec: ParamSpec,
         by_em: bool = False,
         longest: float | None = None,
+        is_start: bool = False,
     ) -> None:
         self.longest = longest
         self.old, self.new, self.gradients, self.prior, self.rates = old, new, gradients, prior, rates
@@ -133,11 +136,12 @@ class Step:
         self.ends = _ends(spec, rates.precision_lr)
         rank, size = old.prec_factor.shape[-2:]
         self.projection: Projection
-        if by_em and rank:
+        if by_em and rank and not is_start:
             self.projection = FactorAnalysis(old.prec_factor, gradients.height)
         else:
             route, is_exact = choose_route(rank, size, gradients), gradients.spectrum_route == "gram"
-            self.projection = LeadingEigenvectors(old.prec_factor, gradients.height, route, is_exact)
+            kind = ScaledEigenvectors if by_em and rank else LeadingEigenvectors
+            self.projection = kind(old.prec_factor, gradients.height, route, is_exact)
 
     def parts(self) -> Iterator[Part]:
         """Yield the segments of the precision with their rows."""
@@ -262,6 +266,7 @@ def take_step(
     step: int,
     longest: float | None = None,
     by_em: bool = False,
+    is_start: bool = False,
 ) -> tuple[LowRankPrecision, Diagnostics]:
     """Take one step from `old` to `new`, which may be the same tensors; return the factorised precision as well.
 
@@ -276,11 +281,12 @@ def take_step(
         step: number of the step, for messages.
         longest: see `Step`.
         by_em: likewise.
+        is_start: likewise.
 
     Raises:
         NumericalError: if the step would not be finite. `old` is as it was then.
     """
-    work = Step(old, new, gradients, num_data, prior, rates, spec, by_em, longest)
+    work = Step(old, new, gradients, num_data, prior, rates, spec, by_em, longest, is_start)
     small, trace, bounds = work.look(work.observe(), work.bounds())
     largest = float(trace.sum())
     if not math.isfinite(largest):
@@ -308,7 +314,7 @@ def take_step(
                 target.copy_(value)
             precision = factorize(new.prec_factor, new.prec_diag)
     spectrum, total = decision.spectrum, trace
-    if isinstance(work.projection, FactorAnalysis):
+    if isinstance(work.projection, FactorAnalysis | ScaledEigenvectors):
         spectrum = precision.spectrum[0].square().sub(1).flip(-1)
         total = spectrum.sum(-1) + old.loc.shape[-1]
     return precision, collect_diagnostics(spectrum, total, decision.residual, clipped, old.loc)
