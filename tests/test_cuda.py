@@ -60,13 +60,13 @@ def test_rows_under_dropout_add_up(name):
     torch.testing.assert_close(rows.sum(0), operator.sum(), rtol=1e-9, atol=1e-9)
 
 
-def run(device, moved_late=False, autocast=False, steps=3):
+def run(device, moved_late=False, steps=3, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     x, y = torch.randn(10, 4).double(), torch.arange(10) % 3
     if not moved_late:
         model.to(device)
-    opt = slangvi.SLANG(model, num_data=30, rank=3, lr=0.1, init_precision=1e12)
+    opt = slangvi.SLANG(model, num_data=30, rank=3, lr=0.1, init_precision=1e12, **options)
     if moved_late:
         model.to(device)
     x, y = x.to(device), y.to(device)
@@ -81,6 +81,15 @@ def run(device, moved_late=False, autocast=False, steps=3):
 def test_the_optimizer_agrees_with_the_cpu(moved_late):
     """A huge initial precision makes draws equal the mean, so that different random streams do not matter."""
     cpu, gpu = run("cpu"), run("cuda", moved_late)
+    torch.testing.assert_close(gpu.posterior.mean.cpu(), cpu.posterior.mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gpu.posterior.prec_diag.cpu(), cpu.posterior.prec_diag, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("projection", ["eig", "em"])
+@pytest.mark.parametrize("curvature", ["ef", "ggn"])
+def test_curvatures_and_projections_agree_with_the_cpu(curvature, projection):
+    options = {"curvature": curvature, "projection": projection, "likelihood": "categorical", "steps": 40}
+    cpu, gpu = (run(device, precision_warmup=False, precision_lr=1e-3, **options) for device in ("cpu", "cuda"))
     torch.testing.assert_close(gpu.posterior.mean.cpu(), cpu.posterior.mean, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gpu.posterior.prec_diag.cpu(), cpu.posterior.prec_diag, rtol=1e-6, atol=1e-6)
 

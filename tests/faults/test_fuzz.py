@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -122,6 +123,11 @@ PUBLIC = {
     "slow_precision": (slangvi.slow_precision, [100.0, 10]),
     "Routes": (slangvi.Routes, {"layers": "auto", "spectrum": "auto"}),
     "Gaussian": (slangvi.Gaussian, {}),
+    "History": (slangvi.History, {"capacity": 8}),
+    "diagnose": (
+        slangvi.diagnose,
+        {"opt": slangvi.SLANG(MODEL, num_data=5), "batch": (X, LABELS), "loss": F.cross_entropy, "draws": 2, "seed": 0},
+    ),
     "LowRankPrecisionNormal": (
         slangvi.LowRankPrecisionNormal,
         {"loc": torch.zeros(3), "prec_factor": torch.zeros(3, 1), "prec_diag": torch.ones(3)},
@@ -234,6 +240,7 @@ EXEMPT = {
     "ELBO": "holds two numbers",
     "Bernoulli": "takes no arguments",
     "Categorical": "takes no arguments",
+    "Diagnosis": "is what diagnose returns",
     "VariationalOptimizer": "is abstract; its methods' optimizers are in the table",
 }
 

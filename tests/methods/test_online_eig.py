@@ -220,5 +220,5 @@ def test_bad_arguments_say_what_to_do():
         slangvi.OnlineEig(nn.Linear(2, 2), num_data=3, rank=-1)
     with pytest.raises(TypeError, match="rank must be a whole number"):
         online_eig.build(lambda params, batch: batch, num_data=3, rank=1.5, lr=0.1)
-    with pytest.raises(ValueError, match="curvature must be one of 'ef'"):
-        slangvi.OnlineEig(nn.Linear(2, 2), num_data=3, curvature="fisher")
+    with pytest.raises(ValueError, match="curvature must be one of 'ef', 'ggn', 'fisher'"):
+        slangvi.OnlineEig(nn.Linear(2, 2), num_data=3, curvature="gnn")
