@@ -76,7 +76,7 @@ def fit(
 
 def logistic(name: str, way: tuple[str, str], seed: int) -> Numbers:
     """Symmetric KL to the best Gaussian; rank 5, 2,000 steps of 32 examples."""
-    split = libsvm_splits(name, (seed + 1,))
+    split = libsvm_splits(name, (1 if name == "a1a" else seed + 1,))  # it has one
     x, y = split.x_train[0], split.y_train[0]
     model = nn.Linear(x.shape[1], 1, bias=False).double()
     nn.init.zeros_(model.weight)
