@@ -88,13 +88,13 @@ def logistic(name: str, way: tuple[str, str], seed: int) -> Numbers:
 
 
 def digits(way: tuple[str, str], seed: int) -> Numbers:
-    """Test NLL of a 64-100-10 network; rank 8, 16 curvature rows of batches of 100."""
+    """Test NLL of a 64-100-10 network; rank 8, 32 curvature rows of batches of 100."""
     data = load_digits()
     order = torch.randperm(len(data.data), generator=torch.Generator().manual_seed(seed))
     x, y = torch.tensor(data.data / 16).float()[order], torch.tensor(data.target)[order]
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
-    own = {"rank": 8, "curvature_rows": 16}
+    own = {"rank": 8, "curvature_rows": 32}
     opt, found = fit(model, (x[:1300], y[:1300]), slangvi.Categorical(), way, seed, 600, 100, **own)
     draws = slangvi.functional_samples(model, opt.posterior, x[1300:], n_samples=64)
     probs = draws.softmax(-1).mean(0)
@@ -120,8 +120,7 @@ def uci(name: str, way: tuple[str, str], seed: int) -> Numbers:
     y = ((data.y - mean) / scale).float().unsqueeze(1)
     torch.manual_seed(seed)
     model, likelihood = nn.Sequential(nn.Linear(x.shape[1], 50), nn.ReLU(), nn.Linear(50, 1)), slangvi.Gaussian(11.0)
-    own = {"rank": 4, "curvature_rows": 16}
-    opt, found = fit(model, (x[train], y[train]), likelihood, way, seed, 1200, 64, **own)
+    opt, found = fit(model, (x[train], y[train]), likelihood, way, seed, 1200, 64, rank=4)
     draws = slangvi.functional_samples(model, opt.posterior, x[test], n_samples=64)
     each = torch.stack([likelihood.log_prob(draw, y[test]) for draw in draws])
     return {"NLL": float(-(each.logsumexp(0) - math.log(len(draws))).mean()), **found}
@@ -143,7 +142,10 @@ def run(task: Callable[[tuple[str, str], int], Numbers], way: tuple[str, str]) -
         runs = [task(way, seed) for seed in SEEDS]
     except slangvi.NumericalError:
         return {}
-    return {key: [statistics.mean(v), statistics.stdev(v)] for key in runs[0] if (v := [run[key] for run in runs])}
+    if not all(math.isfinite(value) for numbers in runs for value in numbers.values()):
+        return {}
+    columns = {key: [numbers[key] for numbers in runs] for key in runs[0]}
+    return {key: [statistics.mean(column), statistics.stdev(column)] for key, column in columns.items()}
 
 
 def markdown(found: dict[str, dict[str, dict[str, list[float]]]]) -> str:

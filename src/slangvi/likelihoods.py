@@ -76,7 +76,12 @@ class Likelihood(ABC):
 
     def of(self, model: nn.Module) -> OutputLogLikelihood:
         """Return the log-likelihood of a module as a function of (params, (x, y)), for `slangvi.slang.build`."""
-        return self.on(lambda params, x: torch.func.functional_call(model, dict(params), (x,)))
+
+        def outputs(params: Mapping[str, Tensor], x: Any) -> Tensor:
+            found: Tensor = torch.func.functional_call(model, dict(params), (x,))
+            return found
+
+        return OutputLogLikelihood(self, outputs, model)
 
     def on(self, outputs: Callable[[Mapping[str, Tensor], Any], Tensor]) -> OutputLogLikelihood:
         """Return the log-likelihood of a function (params, x) → outputs, as a function of (params, (x, y))."""
@@ -90,15 +95,25 @@ class OutputLogLikelihood:
     Args:
         likelihood: of targets, given the outputs.
         outputs: (params, x) → f, (M, ...).
+        model: the module that is called, if it is one.
     """
 
     likelihood: Likelihood
     outputs: Callable[[Mapping[str, Tensor], Any], Tensor]
+    model: nn.Module | None = None
 
     def __call__(self, params: Mapping[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
         """Return the log-likelihood of each example, (M,)."""
-        x, y = batch
+        x, y = input_and_target(batch)
         return self.likelihood.log_prob(self.outputs(params, x), y)
+
+
+def input_and_target(batch: Any) -> tuple[Any, Tensor]:
+    """Return both parts of a batch (x, y), or say that it is none."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    kind = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+    raise TypeError(f"batch must be a pair (x, y) for a likelihood on outputs, got a {kind}. Pass (x, y).")
 
 
 def curvature_seeds(

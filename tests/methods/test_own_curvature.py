@@ -208,18 +208,167 @@ def test_several_draws_with_zero_grad_between_are_fine_without_clipping(problem)
     assert opt.info.num_rows == 2 * N
 
 
-def test_gradients_that_a_scaler_has_unscaled_are_followed(problem):
-    model, x, y = problem
-    expected_loc = one_step(model, x, y, 1.0, 1.0)
+def scaled_loop(
+    model: nn.Module, x: Tensor, y: Tensor, unscales: bool, most: float = 0.0, by_train: bool = False
+) -> Any:
+    """One step with a real GradScaler; the gradient is unscaled and clipped in the loop if that is asked for."""
     opt = slangvi.SLANG(model, curvature="ggn", likelihood="categorical", **options("slang", lr=0.05))
-    with opt.sampled_params(train=True):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    opt.zero_grad()
+    if by_train:
+        opt.train()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+    else:
+        with opt.sampled_params(train=True):
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+    if unscales:
+        scaler.unscale_(opt)
+    if most:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    scaler.step(opt)
+    scaler.update()
+    return opt
+
+
+@pytest.mark.parametrize("by_train", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_gradients_that_a_scaler_has_unscaled_are_followed(unscales, by_train, problem):
+    model, x, y = problem
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected_loc = one_step(model, x, y, 1.0, 1.0)
+    model.load_state_dict(start)
+    torch.testing.assert_close(scaled_loop(model, x, y, unscales, by_train=by_train).posterior.loc, expected_loc)
+
+
+@pytest.mark.parametrize("by_train", [False, True])
+def test_clipping_acts_between_a_scaler_and_the_step(by_train, problem):
+    opt = scaled_loop(*problem, unscales=True, most=1e-3, by_train=by_train)
+    assert float(opt._state.momentum.norm()) == pytest.approx(N * 1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("way", ["after the block", "in the block", "train and step", "closure"])
+def test_clipping_acts_wherever_it_is_done(way, problem):
+    model, x, y = problem
+    opt = slangvi.SLANG(model, curvature="ggn", likelihood="categorical", **options("slang"))
+
+    def go_back() -> Tensor:
         opt.zero_grad()
-        (1024.0 * F.cross_entropy(model(x), y)).backward()
-    for p in model.parameters():  # as GradScaler.unscale_ does, and then .step
-        p.grad.div_(1024.0)
-    opt.grad_scale, opt.found_inf = None, torch.tensor(0.0)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    def clip() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    if way == "closure":
+
+        def closure() -> Tensor:
+            loss = go_back()
+            clip()
+            return loss
+
+        opt.step(closure)
+    elif way == "train and step":
+        opt.train()
+        go_back()
+        clip()
+        opt.step()
+    else:
+        with opt.sampled_params(train=True):
+            go_back()
+            if way == "in the block":
+                clip()
+        if way == "after the block":
+            clip()
+        opt.step()
+    assert float(opt._state.momentum.norm()) == pytest.approx(N * 1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_loops_that_clip_go_on_after_bad_passes(to_none, problem):
+    model, x, y = problem
+    own = options("slang", curvature="ggn", likelihood="categorical", max_bad_batches=2)
+    opt, bad = slangvi.SLANG(model, **own), x.clone()
+    bad[3] = torch.nan
+    for k, inputs in enumerate((x, bad, x, x, bad, x)):
+        if k == 3:  # a pass that fails half way
+            with pytest.raises(KeyError), opt.sampled_params(train=True):
+                raise KeyError("no such file")
+        opt.zero_grad(set_to_none=to_none)
+        with opt.sampled_params(train=True):
+            F.cross_entropy(model(inputs), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        opt.step()
+    assert (opt.info.step, opt.num_skipped) == (4, 2)
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "fisher"])
+def test_bad_batches_are_refused_as_others_and_change_nothing(curvature, problem):
+    model, x, y = problem
+    opt = slangvi.SLANG(model, curvature=curvature, likelihood="categorical", **options("slang"))
+    before, bad = opt.posterior.loc, x.clone()
+    bad[0] = torch.inf
+    with pytest.raises(slangvi.NumericalError, match="is not finite"):
+        train_once(opt, model, bad, y)
+    assert torch.equal(opt.posterior.loc, before)
+    vi = slangvi.slang.build(Categorical().of(model), curvature=curvature, **options("slang"))
+    state = vi.init(dict(model.named_parameters()))
+    with pytest.raises(slangvi.NumericalError, match="not finite"):
+        vi.update(state, (bad, y), torch.Generator())
+
+
+def test_a_probe_before_backward_is_no_misfit(problem):
+    model, x, y = problem
+    opt = slangvi.SLANG(model, curvature="ggn", likelihood="categorical", **options("slang"))
+    found = []
+    for probes in (0, 5):
+        with opt.sampled_params(train=True):
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            for _ in range(probes):
+                torch.autograd.grad(loss, model[0].weight, retain_graph=True)
+            loss.backward()
+        found.append(opt._rows[-1].misfit)
+        opt.discard_gradients()
+    assert found[1] == pytest.approx(found[0])
+
+
+def test_clipping_leaves_the_misfit_as_it_was(problem):
+    model, x, _ = problem
+    with torch.no_grad():
+        model[2].bias.copy_(torch.tensor([12.0, 0.0, 0.0]))
+    traces, start = [], {name: p.detach().clone() for name, p in model.named_parameters()}
+    for most in (1e9, 0.1):
+        model.load_state_dict(start)
+        opt = slangvi.FullGaussian(model, curvature="ggn", likelihood="categorical", **options("full"))
+        with opt.sampled_params(train=True):
+            opt.zero_grad()
+            F.cross_entropy(model(x), torch.ones(N, dtype=torch.long)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+        opt.step()
+        traces.append(float(opt._state.prec_matrix.trace()))
+    assert traces[1] == pytest.approx(traces[0])
+
+
+def test_the_pass_of_our_own_is_under_the_autocast_of_the_call():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(N, 3).bfloat16()
+    opt = slangvi.SLANG(model, num_data=N, curvature="ggn", likelihood="categorical")
+    with opt.sampled_params(train=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = model(x)
+        F.cross_entropy(outputs.float(), torch.zeros(N, dtype=torch.long)).backward()
     opt.step()
-    torch.testing.assert_close(opt.posterior.loc, expected_loc)
+    assert opt.info.step == 1
+
+
+def test_draws_of_first_steps_are_whole_where_nothing_is_learnt(problem):
+    model, _, _ = problem
+    opt = slangvi.SLANG(model, curvature="ggn", likelihood="categorical", **options("slang"))
+    with opt.sampled_params():
+        assert not torch.allclose(torch.cat([p.flatten() for p in model.parameters()]), opt._state.loc)
+    with opt.sampled_params(train=True):
+        assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), opt._state.loc)
 
 
 # ---- a posterior that is known
@@ -280,11 +429,13 @@ def test_networks_learn_from_their_first_steps_with_default_rates(curvature, ran
     assert loss < 1.0, f"{loss} nats, where a constant has 2.3"
 
 
+@pytest.mark.parametrize("rates", [(1.0, 1.0), (1.0, 1e-6)])
 @pytest.mark.parametrize("method", OPTIMIZERS)
-def test_no_step_of_the_mean_is_longer_than_allowed(method, problem):
+def test_no_step_of_the_mean_is_longer_than_allowed(method, rates, problem):
     model, x, y = problem
     own = options(method, lr=1.0, curvature="ggn", likelihood="categorical")
-    opt = OPTIMIZERS[method](model, **own)
+    groups = [{"params": list(model[k].parameters()), "lr": rate} for k, rate in zip((0, 2), rates, strict=True)]
+    opt = OPTIMIZERS[method](model, groups, **own)
     before = opt._state.loc.clone()
     train_once(opt, model, x, y, lambda f, y: 1e3 * F.cross_entropy(f, y))
     moved = opt._state.loc - before
@@ -362,6 +513,23 @@ def test_the_functions_refuse_what_the_optimizers_do(problem):
     for bad, message in (({"engine": "dense"}, "needs engine"), ({"compile": True}, "compile=True needs curvature")):
         with pytest.raises(ValueError, match=message):
             slangvi.slang.build(source, num_data=N, rank=1, lr=0.1, curvature="ggn", **bad)
+
+
+def test_a_batch_that_is_no_pair_is_refused(problem):
+    model, x, y = problem
+    vi = slangvi.slang.build(Categorical().of(model), curvature="ggn", **options("slang"))
+    state = vi.init(dict(model.named_parameters()))
+    for batch in ({"x": x, "y": y}, (x, y, y)):
+        with pytest.raises(TypeError, match=r"batch must be a pair \(x, y\)"):
+            vi.update(state, batch)
+
+
+def test_the_functions_know_the_module_of_a_likelihood():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    vi = slangvi.slang.build(Categorical().of(model), num_data=N, rank=1, lr=0.1, curvature="ggn")
+    state = vi.init(dict(model.named_parameters()))
+    with pytest.raises(UnsupportedModuleError, match="normalises with statistics of the batch"):
+        vi.update(state, (torch.randn(N, 3), torch.zeros(N).long()))
 
 
 def test_outputs_that_do_not_fit_the_likelihood_change_nothing(problem):

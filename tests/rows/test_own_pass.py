@@ -15,7 +15,7 @@ from slangvi import Bernoulli, Categorical, Gaussian, NumericalError, Unsupporte
 from slangvi.likelihoods import Likelihood, curvature_seeds
 from slangvi.params import ParamSpec
 from slangvi.rows import OwnPass
-from slangvi.rows.own_pass import choose_examples, repeat_examples, single_output
+from slangvi.rows.own_pass import Examples, single_output
 
 K = 5
 
@@ -78,7 +78,7 @@ def formed(model: nn.Module, x: Tensor, source: OwnPass, most: int = 1000, gener
     """All rows, (Q·K, P), and the spread."""
     params, spec = dict(model.named_parameters()), ParamSpec.of_module(model)
     blocks, columns, spread = source.rows(
-        lambda repeats: model(repeat_examples(x, K, repeats)), params, K, most, torch.float64, generator
+        lambda repeats: model(torch.cat([x] * repeats)), params, K, most, torch.float64, generator
     )
     rows = torch.zeros(K * columns, spec.num_params, dtype=torch.float64)
     for name, block in blocks.items():
@@ -143,22 +143,43 @@ def test_the_number_of_columns_may_change_between_passes():
 @given(count=st.integers(1, 6), repeats=st.integers(1, 4), seed=st.integers(0, 9))
 def test_examples_are_chosen_and_repeated_wherever_the_batch_is_in_front(count, repeats, seed):
     generator = torch.Generator().manual_seed(seed)
-    x, scale = torch.randn(count, 2, generator=generator), torch.randn(count + 1, generator=generator)
-    given_inputs = ((x, "a word"), {"scale": scale, "mask": None})
     chosen = torch.randperm(count, generator=generator)[: max(1, count // 2)]
-    (some, word), named = choose_examples(given_inputs, count, chosen)
-    assert torch.equal(some, x[chosen])
+    x, table = torch.randn(count, 2, generator=generator), torch.randn(count + 1, generator=generator)
+    few = torch.randn(count + len(chosen) + 1, generator=generator)[: len(chosen)]  # as many rows as are chosen
+    inputs = ((x, "a word"), {"table": table, "mask": None, "few": few})
+    some = Examples.choose(inputs, torch.zeros(count, 3), count, chosen)
+    (more, word), named = some.repeated(repeats)
+    assert torch.equal(more, torch.cat([x[chosen]] * repeats))
     assert word == "a word"
-    assert named["scale"] is scale
-    (more, _), _ = repeat_examples(((some, word), named), len(chosen), repeats)
-    assert torch.equal(more, torch.cat([some] * repeats))
+    assert named["table"] is table
+    assert named["mask"] is None
+    assert named["few"] is few or len(few) == count
 
 
 def test_inputs_are_copied_since_loops_write_over_them():
     x = torch.ones(3, 2)
-    kept = choose_examples(x, 3, None)
+    some = Examples.choose(x, torch.zeros(3, 1), 3, None)
     x.zero_()
-    assert torch.equal(kept, torch.ones(3, 2))
+    assert torch.equal(some.repeated(1), torch.ones(3, 2))
+
+
+def test_a_tensor_that_is_no_batch_but_as_long_is_noticed():
+    codes, x = torch.randn(K, 2), torch.randn(K, 2)
+
+    def model(x: Tensor, codes: Tensor) -> Tensor:
+        return (x @ codes.mT).softmax(-1) @ codes
+
+    some = Examples.choose((x, codes), model(x, codes), K, torch.tensor([1, 3]))
+    with pytest.raises(UnsupportedModuleError, match="a tensor that is no batch has as many rows as the batch"):
+        some.compare(lambda repeats: model(*some.repeated(repeats)))
+    fine = Examples.choose((x, codes[:3]), model(x, codes[:3]), K, torch.tensor([1, 3]))
+    fine.compare(lambda repeats: model(*fine.repeated(repeats)))
+
+
+def test_chance_in_a_model_is_no_reason_to_refuse_it():
+    x = torch.randn(K, 2)
+    some = Examples.choose(x, torch.dropout(x, 0.5, True), K, torch.tensor([0, 1]))
+    some.compare(lambda repeats: torch.dropout(some.repeated(repeats), 0.5, True))
 
 
 def test_the_output_of_the_likelihood_is_found_in_what_models_return():
@@ -169,5 +190,7 @@ def test_the_output_of_the_likelihood_is_found_in_what_models_return():
     assert single_output({"loss": f.sum(), "logits": f}, 3) is f
     assert single_output(namedtuple("Output", ["logits", "hidden"])(f, (f, f)), 3) is f
     assert single_output((f, None, torch.ones(3, 2)), 3) is f
+    with pytest.raises(UnsupportedModuleError, match="takes one output with 4 examples in front"):
+        single_output(f, 4)
     with pytest.raises(UnsupportedModuleError, match="takes one output with 3 examples in front, and the model ret"):
         single_output((f, 2 * f), 3)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slangvi.priors import Prior
 
-__all__ = ["bounded_rate", "debiasing", "lerp", "mean_gradient"]
+__all__ = ["bounded_step", "debiasing", "lerp", "mean_gradient"]
 
 
 def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
@@ -17,21 +17,18 @@ def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
     return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)
 
 
-def bounded_rate(rate: Any, slope: Tensor, change: Tensor, longest: float | None) -> Any:
-    r"""Return α, or less where the step −αΔ would be longer than allowed.
+def bounded_step(change: Tensor, curved: Tensor, longest: float) -> Tensor:
+    r"""Return a step Δ, shortened so that $\sqrt{\Delta^\top \Lambda \Delta / P}$ is at most what is allowed.
 
-    Its length is $\sqrt{\alpha^2 s^\top \Delta / P}$, in posterior standard deviations of a typical parameter.
+    That is its length in posterior standard deviations of a typical parameter.
 
     Args:
-        rate: α.
-        slope: s, the gradient of the mean, (..., P).
-        change: Δ = Λ⁻¹s, (..., P).
-        longest: allowed length; None for any.
+        change: Δ, (..., P).
+        curved: ΛΔ, (..., P).
+        longest: allowed length.
     """
-    if longest is None:
-        return rate
-    squared = (rate * rate * slope * change).sum(-1, keepdim=True).clamp_min(0.0) / change.shape[-1]
-    return rate * (longest / squared.sqrt()).clamp_max(1.0)
+    squared = (change * curved).sum(-1, keepdim=True) / change.shape[-1]
+    return change * (longest / squared.sqrt()).clamp_max(1.0)
 
 
 def debiasing(momentum: float | Tensor, step: int, ages: Tensor | None = None) -> float | Tensor:

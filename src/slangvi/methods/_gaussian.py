@@ -255,7 +255,10 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
 
     def _draw(self, state: StateT, generator: torch.Generator | None) -> Tensor:
         drawn: Tensor = state.precision.sample((), generator, state.loc)  # type: ignore[attr-defined]
-        spread = spread_of_draws(state.step, self.settings.curvature)
+        return drawn
+
+    def _draw_to_learn(self, state: StateT, generator: torch.Generator | None) -> Tensor:
+        drawn, spread = self._draw(state, generator), spread_of_draws(state.step, self.settings.curvature)
         return drawn if spread == 1.0 else torch.lerp(state.loc, drawn, spread)
 
     def _kl(self, state: StateT, prior: Prior) -> float:

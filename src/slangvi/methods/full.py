@@ -17,7 +17,7 @@ from slangvi.distributions import DensePrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import DensePrecision, factorize_dense
-from slangvi.methods._averages import bounded_rate, mean_gradient
+from slangvi.methods._averages import bounded_step, mean_gradient
 from slangvi.methods._build import HESSIAN_REMEDY, Common, sample
 from slangvi.methods._gaussian import GaussianOptimizer, Info, place, start
 from slangvi.methods.step import GRADIENT_REMEDY, STATE_REMEDY
@@ -100,8 +100,10 @@ def update(
     matrix.diagonal(dim1=-2, dim2=-1).add_(beta * prior.precision)
     precision = factorize_dense(matrix)
     average, gradient = mean_gradient(state, total, weight, prior, momentum, ages)
-    change = precision.solve(gradient)
-    loc = state.loc - bounded_rate(lr.value, gradient, change, longest) * change
+    change = lr.value * precision.solve(gradient)
+    if longest is not None:
+        change = bounded_step(change, (matrix @ change.unsqueeze(-1)).squeeze(-1), longest)
+    loc = state.loc - change
     # NaN and Inf survive the sums. What of them is in the matrix reaches the diagonal of its factor.
     sums = loc.sum() + precision.cholesky.diagonal(dim1=-2, dim2=-1).sum()
     if bool(precision.failed.any()) or not math.isfinite(float(sums)):

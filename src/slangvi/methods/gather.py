@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from slangvi.errors import NumericalError
-from slangvi.likelihoods import OutputLogLikelihood
+from slangvi.likelihoods import OutputLogLikelihood, input_and_target
 from slangvi.methods._gaussian import own_pass_of
 from slangvi.methods.step import GRADIENT_REMEDY
 from slangvi.params import Params, ParamSpec
 from slangvi.rows import FactoredGradients, OwnPass, Plans, RowGroup, per_example_gradients, record, watch_outputs
 from slangvi.rows.dense import Together, batch_size, bytes_of, draws_at_once
 from slangvi.rows.operator import GradientOperator
-from slangvi.rows.own_pass import choose_examples, repeat_examples, single_output
+from slangvi.rows.own_pass import Examples, single_output
 from slangvi.rows.recorder import check_modules
 from slangvi.settings import OWN_PASS, FunctionalSettings, LogLikelihood
 
@@ -113,6 +113,8 @@ class RowGatherer:
                     "slangvi.Categorical().of(model), or as slangvi.Gaussian(τ).on(function of (params, x))."
                 )
             self.own_pass = own_pass_of(log_likelihood.likelihood, settings.curvature, settings.verify)
+            self.model = settings.model or log_likelihood.model
+            self.dtypes = dtypes_of(self.model)
 
     def __call__(
         self, spec: ParamSpec, thetas: Tensor, batch: Any, generator: torch.Generator | None = None
@@ -193,23 +195,21 @@ class RowGatherer:
         source, own_pass = self.log_likelihood, self.own_pass
         assert own_pass is not None
         assert isinstance(source, OutputLogLikelihood)
-        (x, y), count, params = batch, batch_size(batch), self.params_at(spec, theta)
+        (x, y), count, params = input_and_target(batch), batch_size(batch), self.params_at(spec, theta)
         with torch.enable_grad():
             outputs = single_output(source.outputs(params, x), count)
             values = one_per_example(source.likelihood.log_prob(outputs, y), count)
             _require_gradient(values)
             leaves, ones = [outputs, *params.values()], -torch.ones_like(values)
             pull, *grads = torch.autograd.grad(values, leaves, ones, allow_unused=True)
-        num_chosen = count if chosen is None else len(chosen)
-        inputs = x if chosen is None else choose_examples(x, count, chosen)
+        some = Examples.choose(x, outputs, count, chosen)
 
         def call(repeats: int) -> Tensor:
-            found = source.outputs(params, repeat_examples(inputs, num_chosen, repeats))
-            return single_output(found, num_chosen * repeats)
+            return single_output(source.outputs(params, some.repeated(repeats)), some.count * repeats)
 
-        made = own_pass.rows(call, params, num_chosen, count, theta.dtype, generator)
+        made = own_pass.rows(call, params, some.count, count, theta.dtype, generator)
         size = float(pull.double().square().sum())
-        return own_pass.group(made, count, num_chosen, _joined(params, grads, theta), size), values.detach()
+        return own_pass.group(made, count, some.count, _joined(params, grads, theta), size), values.detach()
 
     def params_at(self, spec: ParamSpec, theta: Tensor) -> dict[str, Tensor]:
         """Return the parameters at one draw (P,), or at several (S, P) with S in front, to be differentiated by."""

@@ -17,7 +17,7 @@ from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import NumericalError
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import DiagonalPrecision
-from slangvi.methods._averages import bounded_rate, lerp, mean_gradient
+from slangvi.methods._averages import bounded_step, lerp, mean_gradient
 from slangvi.methods._build import HESSIAN_REMEDY, Common, sample
 from slangvi.methods._gaussian import GaussianOptimizer, Info, place, start
 from slangvi.methods.step import GRADIENT_REMEDY, STATE_REMEDY
@@ -95,8 +95,10 @@ def update(
     total, squares = gradients.sum(), gradients.square_sum() if curvature is None else curvature
     diag = lerp(state.prec_diag, prior.precision, beta).add_((beta * weight) * squares)
     average, gradient = mean_gradient(state, total, weight, prior, momentum, ages)
-    change = gradient / diag
-    loc = state.loc - bounded_rate(lr.value, gradient, change, longest) * change
+    change = lr.value * (gradient / diag)
+    if longest is not None:
+        change = bounded_step(change, diag * change, longest)
+    loc = state.loc - change
     after = State(loc, diag, average, state.step + 1, state.spec)
     # NaN and Inf survive the sums.
     if not (math.isfinite(float(after.loc.sum() + diag.sum())) and bool(diag.min() > 0)):

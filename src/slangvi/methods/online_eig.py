@@ -24,7 +24,7 @@ from slangvi.linalg import factorize
 from slangvi.linalg.assignment import best_assignment
 from slangvi.linalg.products import column_squares, gram_float64
 from slangvi.linalg.topk import Eigenpairs, leading_eigenpairs
-from slangvi.methods._averages import bounded_rate, lerp, mean_gradient
+from slangvi.methods._averages import bounded_step, lerp, mean_gradient
 from slangvi.methods._build import Common
 from slangvi.methods._gaussian import GaussianOptimizer
 from slangvi.methods.slang import Info, State, finished, init, posterior, sample
@@ -88,8 +88,10 @@ def update(
     row_beta = beta.unsqueeze(-2) if isinstance(beta, Tensor) and beta.ndim > 1 else beta
     precision = factorize(lerp(factor, matched(fresh, factor), row_beta), diag)
     average, slope = mean_gradient(state, total, weight, prior, momentum, ages)
-    change = precision.solve(slope)
-    loc = state.loc - (bounded_rate(lr.value, slope, change, longest) * change).to(factor.dtype)
+    change = lr.value * precision.solve(slope)
+    if longest is not None:
+        change = bounded_step(change, precision.matmul(change), longest)
+    loc = state.loc - change.to(factor.dtype)
     new = Tensors(loc, precision.factor, diag, average)
     if not math.isfinite(float((new.loc.sum() + diag.sum() + precision.factor.sum()).sum())):
         require_finite("the new precision", step, state.spec, STATE_REMEDY, diag, precision.factor)

@@ -93,6 +93,10 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def _draw(self, state: StateT, generator: torch.Generator | None) -> Tensor:
         """Return one draw of the weights, (P,)."""
 
+    def _draw_to_learn(self, state: StateT, generator: torch.Generator | None) -> Tensor:
+        """Return one draw of the weights that gradients will be taken at, (P,)."""
+        return self._draw(state, generator)
+
     @abstractmethod
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
         """Return the state after a step from the rows collected since the last one, and what is known about it."""
@@ -178,7 +182,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         if train:
             self._mirror.check(self.model)
         with self._exact():
-            self._write(self._draw(self._state, self._checked_generator()))
+            draw = self._draw_to_learn if train else self._draw
+            self._write(draw(self._state, self._checked_generator()))
         self._sampling, doing = True, "in sampled_params"
         try:
             if not train:
@@ -246,7 +251,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 return None  # a batch left out on purpose: Lightning's closures then do nothing
             scale, skip = _amplification(self.__dict__, self._recorder.own_pass is not None)
             if not skip:
-                rows = self._recorder.with_changed_gradient(rows)
+                if self._recorder.own_pass is not None:
+                    rows = self._recorder.with_changed_gradient(rows, self.__dict__.get("grad_scale", 1.0) is None)
                 self._take([row.scaled(1.0 / scale) for row in rows], losses, earlier)
         except BaseException as error:
             try:

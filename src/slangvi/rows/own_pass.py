@@ -9,20 +9,21 @@ every column, as many at a time as a batch of training has examples.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from slangvi.errors import NumericalError, UnsupportedModuleError
 from slangvi.rows.blocks import Block, stack
 from slangvi.rows.factored import RowGroup
 from slangvi.rows.graph import Plans, record, watch_outputs
 
-__all__ = ["OwnPass", "OwnRows", "choose_examples", "repeat_examples", "single_output"]
+__all__ = ["Examples", "OwnPass", "OwnRows", "single_output"]
 
 # Outputs f (M, ...) and a source of randomness → gradients of them, (Q, M, ...).
 Seeds = Callable[[Tensor, torch.Generator | None], Tensor]
@@ -82,18 +83,17 @@ class OwnPass:
             repeats = min(self._columns - first, max(1, most // count))
             with torch.enable_grad():
                 outputs = call(repeats)
-            seeds, columns = self._seeds(outputs.detach(), first, repeats, count, generator)
-            size = float(seeds.double().square().sum())
-            if not (math.isfinite(size) and bool(torch.isfinite(outputs).all())):
+            if not bool(torch.isfinite(outputs).all()):
                 raise NumericalError(
                     "outputs of the model are not finite for the examples that the curvature is taken from. The state "
                     "is unchanged. Look for NaN, Inf or huge values in the inputs, or lower lr."
                 )
+            seeds, columns = self._seeds(outputs.detach(), first, repeats, count, generator)
             if columns != self._columns:  # outputs have another shape than the last ones
                 self._columns, first, found, spread = columns, 0, [], 0.0
                 continue
             found.append(self._go_back(outputs, seeds, params, repeats * count, dtype))
-            first, spread = first + repeats, spread + size / count
+            first, spread = first + repeats, spread + float(seeds.double().square().sum()) / count
         blocks = found[0]
         if len(found) > 1:
             blocks = {name: stack([part[name] for part in found]) for name in blocks}
@@ -126,8 +126,13 @@ class OwnPass:
                 return whole, len(whole)
             each = torch.arange(repeats, device=outputs.device)
             return whole.unflatten(1, (repeats, count))[first + each, each].flatten(0, 1), len(whole)
-        roots = (self.seeds(part, generator) for part in outputs.split(count))
-        return torch.cat([root[first + j] for j, root in enumerate(roots)]), self._columns
+        found = []
+        for j, part in enumerate(outputs.split(count)):
+            root = self.seeds(part, generator)
+            if len(root) != self._columns:
+                return root, len(root)
+            found.append(root[first + j])
+        return torch.cat(found), self._columns
 
     def _go_back(
         self, outputs: Tensor, seeds: Tensor, params: Mapping[str, Tensor], count: int, dtype: torch.dtype
@@ -143,33 +148,85 @@ class OwnPass:
         return recording.blocks(dtype)
 
 
-def choose_examples(inputs: Any, count: int, chosen: Tensor | None) -> Any:
-    """Return a copy of inputs with some of their examples.
+@dataclass
+class Examples:
+    """Chosen examples of a call of a model, to call it with them again.
 
     Args:
-        inputs: any nesting of tensors; those with M entries in the first dimension have examples there.
-        count: M.
-        chosen: indices; None for all.
+        leaves: its arguments, those with examples in front cut down to the chosen ones.
+        structure: of the arguments.
+        places: of leaves with examples.
+        count: K.
+        outputs: what the likelihood took of them, (K, ...).
+        casts: whether the call was under autocast, and to which dtype.
     """
 
-    def choose(x: Any) -> Any:
-        if not (isinstance(x, Tensor) and x.ndim and len(x) == count):
-            return x
-        return x.detach().clone() if chosen is None else x.detach().index_select(0, chosen)
+    leaves: list[Any]
+    structure: Any
+    places: list[int]
+    count: int
+    outputs: Tensor
+    casts: tuple[bool, torch.dtype]
 
-    return tree_map(choose, inputs)
+    @classmethod
+    def choose(cls, inputs: Any, outputs: Tensor, count: int, chosen: Tensor | None) -> Examples:
+        """Return copies of the chosen examples: loops may write over their batches.
 
+        Args:
+            inputs: any nesting of tensors; those with M entries in the first dimension have examples there.
+            outputs: of the model, (M, ...).
+            count: M.
+            chosen: indices; None for all.
+        """
 
-def repeat_examples(inputs: Any, count: int, repeats: int) -> Any:
-    """Return inputs with all examples several times, one repetition after the other."""
-    if repeats == 1:
-        return inputs
+        def choose(x: Tensor) -> Tensor:
+            return x.detach().clone() if chosen is None else x.detach().index_select(0, chosen)
 
-    def repeat(x: Any) -> Any:
-        has_examples = isinstance(x, Tensor) and x.ndim and len(x) == count
-        return x.repeat(repeats, *(1 for _ in x.shape[1:])) if has_examples else x
+        leaves, structure = tree_flatten(inputs)
+        places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim and len(x) == count]
+        cut = [choose(x) if k in places else x for k, x in enumerate(leaves)]
+        kind = outputs.device.type
+        casts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return cls(cut, structure, places, count if chosen is None else len(chosen), choose(outputs), casts)
 
-    return tree_map(repeat, inputs)
+    def repeated(self, repeats: int) -> Any:
+        """Return the arguments with all examples several times, one repetition after the other."""
+        if repeats == 1:
+            return tree_unflatten(self.leaves, self.structure)
+        leaves = list(self.leaves)
+        for k in self.places:
+            leaves[k] = leaves[k].repeat(repeats, *(1 for _ in leaves[k].shape[1:]))
+        return tree_unflatten(leaves, self.structure)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a block under the autocast of the call."""
+        is_on, dtype = self.casts
+        return torch.autocast(self.outputs.device.type, dtype=dtype) if is_on else nullcontext()
+
+    def compare(self, call: Callable[[int], Tensor]) -> None:
+        """Refuse a model that tells other things of the examples when they come alone, unless chance is in it.
+
+        Args:
+            call: number of repetitions → outputs.
+        """
+        with torch.no_grad():
+            found = call(1)
+            if not bool(found.isfinite().all()) or self._is_close(found) or not torch.equal(found, call(1)):
+                return
+        shapes = ", ".join(str(tuple(self.leaves[k].shape)) for k in self.places)
+        raise UnsupportedModuleError(
+            f"the model has other outputs for {self.count} of its examples when it is called with these alone (inputs "
+            f"of shape {shapes}). Either examples depend on each other, or a tensor that is no batch has as many rows "
+            "as the batch. Make that tensor a buffer of the module, or use another batch size."
+        )
+
+    def _is_close(self, found: Tensor) -> bool:
+        """Tell whether outputs are those of the call but for rounding, which depends on the size of a batch."""
+        if found.shape != self.outputs.shape:
+            return False
+        rounding = 100 * torch.finfo(found.dtype).eps ** 0.75
+        largest = self.outputs.abs().max().clamp_min(1.0)
+        return bool((found - self.outputs).abs().max() <= rounding * largest)
 
 
 def single_output(found: Any, count: int) -> Tensor:
@@ -179,11 +236,10 @@ def single_output(found: Any, count: int) -> Tensor:
         found: by the model.
         count: M.
     """
-    if isinstance(found, Tensor):
-        return found
     logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
+    for one in (found, logits):
+        if isinstance(one, Tensor) and one.ndim and len(one) == count:
+            return one
     some = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.requires_grad and x.ndim and len(x) == count]
     if len(some) == 1:
         return some[0]

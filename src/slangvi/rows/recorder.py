@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,13 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from slangvi.errors import UnsupportedModuleError
+from slangvi.errors import NumericalError, UnsupportedModuleError
 from slangvi.params import ParamSpec
 from slangvi.rows.blocks import Block
 from slangvi.rows.eager import backward_in_this_thread, run_eagerly
 from slangvi.rows.factored import RowGroup
 from slangvi.rows.graph import TOLERANCE, Plans, Recording, record, watch_outputs
-from slangvi.rows.own_pass import OwnPass, choose_examples, repeat_examples, single_output
+from slangvi.rows.own_pass import Examples, OwnPass, single_output
 
 __all__ = ["GradientRecorder", "check_modules", "check_sums"]
 
@@ -31,6 +31,8 @@ MOST_UNRECORDED = 64
 # Rows of a pass may differ from the gradient they add up to by this much of their own size, times the tolerance of
 # the graph, where they cancel.
 CANCELLATION = 1e-2
+# Relative difference between p.grad and the gradients of all passes that is rounding of their sum.
+SAME_GRADIENT = 1e-3
 # Modules that `check_modules` may refuse.
 SPECIAL = (nn.Embedding, nn.EmbeddingBag, _BatchNorm)
 
@@ -43,17 +45,15 @@ class Call:
         num_examples: M.
         recording: rows of passes through it; None where sums are all that is wanted.
         in_backward: whether it was made inside a backward pass, by activation checkpointing.
-        num_chosen: K, examples that a pass of our own goes through.
-        inputs: of these examples, positional and by keyword.
-        pull: Σ of squared gradients of the output that the likelihood takes; None before they came.
+        examples: those that a pass of our own goes through; None where there is none.
+        pulls: number of a backward pass → Σ of its squared gradients of the output that the likelihood takes.
     """
 
     num_examples: int | None
     recording: Recording | None = None
     in_backward: bool = False
-    num_chosen: int = 0
-    inputs: Any = None
-    pull: Tensor | None = None
+    examples: Examples | None = None
+    pulls: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class Backward:
         self.tasks += other.tasks
         assert self.total is not None
         assert other.total is not None
-        self.total += other.total
+        self.total = self.total + other.total
 
 
 class GradientRecorder:
@@ -154,10 +154,7 @@ class GradientRecorder:
         self._open: list[Recording] = []
         self._tensor_hooks: list[Any] = []  # on parameters, where p.grad would not tell a pass's own gradient
         self._has_passed = False  # whether p.grad was added to since it was seen to be empty
-        self._num_in_grad = self._num_collected = (
-            0  # passes in p.grad since it was empty; collected since the last step
-        )
-        self._marks: list[tuple[int, int]] = []  # what tells p.grad as the last pass left it
+        self._left: Tensor | None = None  # p.grad of all parameters as the last pass left it, where that matters
         self._finalizer = weakref.finalize(self, _remove, [handles, self._tensor_hooks], self._open)
 
     def close(self) -> None:
@@ -192,7 +189,7 @@ class GradientRecorder:
     def drop(self) -> None:
         """Forget the passes recorded so far; those to come are recorded."""
         self._backwards.clear()
-        self._num_collected = 0
+        self._left = None
         self._detach()
         self.forget_data()
 
@@ -219,45 +216,38 @@ class GradientRecorder:
         self._backwards = {}
         self._detach()
         groups = [self._group(backward) for backward in signals]
-        self._num_collected += sum(len(backward.tasks) for backward in signals)
-        self._marks = self._gradient_marks()
         if not groups:
             self.forget_data()
         return groups
 
-    def _gradient_marks(self) -> list[tuple[int, int]]:
-        """Return marks that change when somebody writes to p.grad or replaces it, where that acts on the step."""
-        if self.own_pass is None:
-            return []
-        grads = (param.grad for param in self._leaves.values())
-        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
-
-    def with_changed_gradient(self, groups: list[RowGroup]) -> list[RowGroup]:
+    def with_changed_gradient(self, groups: list[RowGroup], is_unscaled: bool) -> list[RowGroup]:
         """Return groups whose sums are what p.grad is now, where it was changed after the last pass, as by clipping.
 
         Rows that come from the loss would have to be changed alike; only those of a pass of our own need not.
 
         Args:
             groups: collected since the last step.
+            is_unscaled: whether a GradScaler has taken its factor out of p.grad.
         """
-        marks, count = self._gradient_marks(), self._num_collected
-        self._num_collected = 0
-        is_empty = all(mark == (0, 0) for mark in marks)
-        if not groups or marks == self._marks or is_empty:
+        left, self._left = self._left, None
+        if not groups or left is None or all(param.grad is None for param in self._leaves.values()):
             return groups
-        first, *others = groups
-        if count != self._num_in_grad or any(group.scale != first.scale for group in others):
+        now, (first, *others) = self._gradient_now(), groups
+        totals = torch.stack([group.total for group in groups if group.total is not None]).sum(0)
+        if torch.equal(now, left) or not bool(now.any()) or not bool(totals.isfinite().all()):
+            return groups
+        is_whole = float((left - totals).double().norm()) <= SAME_GRADIENT * float(totals.double().norm())
+        if not is_whole or any(group.scale != first.scale for group in others):
             raise UnsupportedModuleError(
                 "p.grad was changed after backward, as by clipping, and does not hold the sum of all passes since the "
                 "last step. Call zero_grad() once a step, before the first of several draws or micro-batches, which "
                 "are to be of one size; or do not change p.grad."
             )
-        now, before = self._read_gradient(), torch.stack([g.total for g in groups if g.total is not None]).sum(0)
-        # What has become smaller, as when a GradScaler's factor is taken out, had larger gradients of outputs as well.
-        ratio = float(now.double().norm() / before.double().norm().clamp_min(torch.finfo(torch.float64).tiny))
-        rescaled = [replace(group, misfit=group.misfit * ratio**2) for group in groups]
-        zeros = [replace(group, total=torch.zeros_like(now)) for group in rescaled[1:]]
-        return [replace(rescaled[0], total=now), *zeros]
+        if is_unscaled:  # gradients of outputs had the factor as well
+            ratio = float(now.double().norm() / totals.double().norm())
+            groups = [replace(group, misfit=group.misfit * ratio**2) for group in groups]
+        zeros = [replace(group, total=torch.zeros_like(now)) for group in groups[1:]]
+        return [replace(groups[0], total=now), *zeros]
 
     # ---- while the model runs
 
@@ -280,9 +270,9 @@ class GradientRecorder:
         if self.wants_rows and call.num_examples and not call.in_backward:
             chosen = self._choose(call.num_examples, outputs[0].device)
             if self.own_pass is not None:
-                call.num_chosen = call.num_examples if chosen is None else len(chosen)
-                call.inputs = choose_examples((args, kwargs), call.num_examples, chosen)
-                single_output(output, call.num_examples).register_hook(partial(_measure_pull, call))
+                predictions = single_output(output, call.num_examples)
+                predictions.register_hook(partial(_measure_pull, call))
+                call.examples = Examples.choose((args, kwargs), predictions, call.num_examples, chosen)
             else:
                 handed = self._record(call, outputs, chosen)
                 leaves = [next(handed) if k in places else x for k, x in enumerate(leaves)]
@@ -348,9 +338,10 @@ class GradientRecorder:
             self._backwards.pop(task, None)
             return
         backward.completed = True
-        self._num_in_grad += 1
         if backward.reads_gradient:
             backward.total = self._read_gradient()
+        if self.own_pass is not None:
+            self._left = backward.total if backward.reads_gradient else self._gradient_now()
 
     def note_accumulation(self) -> None:
         """Note that the running pass has added to p.grad."""
@@ -369,7 +360,7 @@ class GradientRecorder:
                 break
         else:
             _take_off(self._tensor_hooks)
-            self._has_passed, self._num_in_grad = False, 0
+            self._has_passed = False
             if not self._has_foreign_hooks():
                 return
         if not self._tensor_hooks:
@@ -400,6 +391,10 @@ class GradientRecorder:
                 "a hook was put on a parameter between forward and backward, and may have changed its gradient. "
                 "Register hooks before the model is called."
             )
+        return self._gradient_now()
+
+    def _gradient_now(self) -> Tensor:
+        """Return p.grad of all parameters as it is, (P,)."""
         parts = []
         for param in self._leaves.values():
             grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -438,7 +433,7 @@ class GradientRecorder:
         total, recording, count = backward.total, call.recording, call.num_examples
         assert total is not None
         if self.own_pass is not None:
-            return self._own_group(call, count, total)
+            return self._own_group(call, count, total, backward.tasks)
         if recording is None or recording.plan is None:  # outputs were not finite, and the step must see that
             return RowGroup(count, {}, total)
         blocks = recording.blocks(self.dtype, backward.tasks)
@@ -450,19 +445,27 @@ class GradientRecorder:
             check_sums(self._spec, blocks, total, max(recording.plan.tolerance, TOLERANCE.get(self.dtype, 0.0)))
         return RowGroup(count, blocks, total)
 
-    def _own_group(self, call: Call, count: int, total: Tensor) -> RowGroup:
+    def _own_group(self, call: Call, count: int, total: Tensor, tasks: Sequence[int]) -> RowGroup:
         """Return the sum of the user's pass, and the rows of a pass of our own at the same weights."""
         assert self.own_pass is not None
-        args, kwargs = call.inputs
+        assert call.examples is not None
+        some = call.examples
 
         def outputs(repeats: int) -> Tensor:
-            more_args, more_kwargs = repeat_examples((args, kwargs), call.num_chosen, repeats)
-            return single_output(self.model(*more_args, **more_kwargs), call.num_chosen * repeats)
+            args, kwargs = some.repeated(repeats)
+            with some.autocast():
+                return single_output(self.model(*args, **kwargs), some.count * repeats)
 
-        with run_eagerly():
-            made = self.own_pass.rows(outputs, self._leaves, call.num_chosen, count, self.dtype, self.generator)
-        pull = 0.0 if call.pull is None else float(call.pull)
-        return self.own_pass.group(made, count, call.num_chosen, total, pull)
+        self._num_passes += 1
+        try:
+            with run_eagerly():
+                if self.verify and self._num_passes.bit_count() == 1:
+                    some.compare(outputs)
+                made = self.own_pass.rows(outputs, self._leaves, some.count, count, self.dtype, self.generator)
+        except NumericalError:  # the step says so, which may pass over bad batches
+            return RowGroup(count, {}, torch.full_like(total, math.nan))
+        pull = sum(float(call.pulls[task]) for task in tasks if task in call.pulls)
+        return self.own_pass.group(made, count, some.count, total, pull)
 
 
 def check_sums(spec: ParamSpec, blocks: Mapping[str, Block], total: Tensor, tolerance: float) -> None:
@@ -529,8 +532,7 @@ def _reach(owner: weakref.ref[GradientRecorder], call: Call, grad: Tensor | None
 
 def _measure_pull(call: Call, grad: Tensor) -> None:
     """Note how large the gradient of the outputs is."""
-    found = grad.detach().double().square().sum()
-    call.pull = found if call.pull is None else call.pull + found
+    call.pulls[torch._C._current_graph_task_id()] = grad.detach().double().square().sum()
 
 
 def _store_total(owner: weakref.ref[GradientRecorder], name: str, grad: Tensor) -> None:
