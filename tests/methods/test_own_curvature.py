@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -480,6 +481,25 @@ def test_a_run_goes_on_bit_by_bit(problem, tmp_path):
         train_once(again, other, x, y)
     assert torch.equal(opt.posterior.loc, again.posterior.loc)
     assert torch.equal(opt.posterior.prec_factor, again.posterior.prec_factor)
+
+
+def test_a_resumed_run_calls_the_model_as_often_as_one_that_went_on():
+    """Dropout draws from torch's own source, which a loop may restore."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3)), torch.randn(N, 3), torch.randint(3, (N,))
+    own = {"num_data": N, "curvature": "ggn", "likelihood": "categorical", "curvature_rows": 4}
+    opt = slangvi.SLANG(model, generator=torch.Generator().manual_seed(1), **own)
+    train_once(opt, model, x, y)
+    saved, random, weights = opt.state_dict(), torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    train_once(opt, model, x, y)
+    after = torch.get_rng_state()
+    model.load_state_dict(weights)
+    again = slangvi.SLANG(model, generator=torch.Generator(), **own)
+    again.load_state_dict(saved)
+    torch.set_rng_state(random)
+    train_once(again, model, x, y)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(again.posterior.loc, opt.posterior.loc)
 
 
 # ---- what is refused

@@ -78,7 +78,7 @@ def formed(model: nn.Module, x: Tensor, source: OwnPass, most: int = 1000, gener
     """All rows, (Q·K, P), and the spread."""
     params, spec = dict(model.named_parameters()), ParamSpec.of_module(model)
     blocks, columns, spread = source.rows(
-        lambda repeats: model(torch.cat([x] * repeats)), params, K, most, torch.float64, generator
+        lambda repeats: model(torch.cat([x] * repeats)), params, model(x), most, torch.float64, generator
     )
     rows = torch.zeros(K * columns, spec.num_params, dtype=torch.float64)
     for name, block in blocks.items():
@@ -101,7 +101,10 @@ def test_outer_products_of_rows_are_the_gauss_newton_matrix(name, most):
 @pytest.mark.parametrize("name", CASES)
 def test_drawn_targets_give_the_same_matrix_in_expectation(name):
     model, x, likelihood = built(name)
-    source, generator = OwnPass(partial(curvature_seeds, likelihood, "fisher"), verify=False), torch.Generator()
+    source, generator = (
+        OwnPass(partial(curvature_seeds, likelihood, "fisher"), verify=False, is_single=True),
+        torch.Generator(),
+    )
     generator.manual_seed(0)
     found = [formed(model, x, source, generator=generator)[0] for _ in range(600)]
     each = torch.stack([rows.mT @ rows for rows in found])

@@ -201,7 +201,7 @@ def own_pass_of(likelihood: str | Likelihood | None, curvature: str, verify: boo
         return None
     known = likelihood_named(likelihood)
     most = MOST_ENLARGED[known.has_constant_hessian]
-    return OwnPass(partial(curvature_seeds, known, curvature), verify, most)
+    return OwnPass(partial(curvature_seeds, known, curvature), verify, most, is_single=curvature == "fisher")
 
 
 class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):

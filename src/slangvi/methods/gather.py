@@ -207,7 +207,7 @@ class RowGatherer:
         def call(repeats: int) -> Tensor:
             return single_output(source.outputs(params, some.repeated(repeats)), some.count * repeats)
 
-        made = own_pass.rows(call, params, some.count, count, theta.dtype, generator)
+        made = own_pass.rows(call, params, some.outputs, count, theta.dtype, generator)
         size = float(pull.double().square().sum())
         return own_pass.group(made, count, some.count, _joined(params, grads, theta), size), values.detach()
 

@@ -52,17 +52,18 @@ class OwnPass:
         seeds: gradients of the outputs that the rows begin with.
         verify: compare rows with their definition, ever more rarely.
         most_enlarged: see `RowGroup`.
+        is_single: whether there is one gradient for each example, which is drawn.
     """
 
-    def __init__(self, seeds: Seeds, verify: bool = True, most_enlarged: float = 1.0) -> None:
-        self.seeds, self.plans, self.most_enlarged = seeds, Plans(verify), most_enlarged
-        self._columns = 1  # Q when rows were last asked for
+    def __init__(self, seeds: Seeds, verify: bool = True, most_enlarged: float = 1.0, is_single: bool = False) -> None:
+        self.seeds, self.plans, self.most_enlarged, self.is_single = seeds, Plans(verify), most_enlarged, is_single
+        self._columns, self._shape = 1, torch.Size()  # Q, and the outputs of an example that has so many
 
     def rows(
         self,
         call: Callable[[int], Tensor],
         params: Mapping[str, Tensor],
-        count: int,
+        like: Tensor,
         most: int,
         dtype: torch.dtype,
         generator: torch.Generator | None = None,
@@ -72,13 +73,15 @@ class OwnPass:
         Args:
             call: number of repetitions → outputs of the K examples, that often one after the other.
             params: that the rows are of; leaves of the graph behind the outputs.
-            count: K.
+            like: outputs of another pass, which tell their number and shape, (K, ...).
             most: examples that may go through the model at once.
             dtype: of the rows.
             generator: source of targets that are drawn.
         """
         found: list[dict[str, Block]] = []
-        first, spread = 0, 0.0
+        first, spread, count = 0, 0.0, len(like)
+        if not self.is_single and like.shape[1:] != self._shape:  # without calling the model, which may draw numbers
+            self._columns, self._shape = len(self.seeds(like.detach(), None)), like.shape[1:]
         while first < self._columns:
             repeats = min(self._columns - first, max(1, most // count))
             with torch.enable_grad():
@@ -88,10 +91,7 @@ class OwnPass:
                     "outputs of the model are not finite for the examples that the curvature is taken from. The state "
                     "is unchanged. Look for NaN, Inf or huge values in the inputs, or lower lr."
                 )
-            seeds, columns = self._seeds(outputs.detach(), first, repeats, count, generator)
-            if columns != self._columns:  # outputs have another shape than the last ones
-                self._columns, first, found, spread = columns, 0, [], 0.0
-                continue
+            seeds = self._seeds(outputs.detach(), first, repeats, count, generator)
             found.append(self._go_back(outputs, seeds, params, repeats * count, dtype))
             first, spread = first + repeats, spread + float(seeds.double().square().sum()) / count
         blocks = found[0]
@@ -115,24 +115,17 @@ class OwnPass:
 
     def _seeds(
         self, outputs: Tensor, first: int, repeats: int, count: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, int]:
-        """Return the gradients of all outputs, column first + j for repetition j, and Q.
+    ) -> Tensor:
+        """Return the gradients of all outputs, column first + j for repetition j.
 
         A model with dropout has other outputs in each repetition, and each gets a column of its own root.
         """
         if self._columns * outputs.numel() <= MOST_ENTRIES or repeats == 1:
-            whole = self.seeds(outputs, generator)
-            if len(whole) != self._columns:
-                return whole, len(whole)
-            each = torch.arange(repeats, device=outputs.device)
-            return whole.unflatten(1, (repeats, count))[first + each, each].flatten(0, 1), len(whole)
-        found = []
-        for j, part in enumerate(outputs.split(count)):
-            root = self.seeds(part, generator)
-            if len(root) != self._columns:
-                return root, len(root)
-            found.append(root[first + j])
-        return torch.cat(found), self._columns
+            whole, each = self.seeds(outputs, generator), torch.arange(repeats, device=outputs.device)
+            own: Tensor = whole.unflatten(1, (repeats, count))[first + each, each]
+            return own.flatten(0, 1)
+        roots = (self.seeds(part, generator) for part in outputs.split(count))
+        return torch.cat([root[first + j] for j, root in enumerate(roots)])
 
     def _go_back(
         self, outputs: Tensor, seeds: Tensor, params: Mapping[str, Tensor], count: int, dtype: torch.dtype
@@ -209,7 +202,8 @@ class Examples:
         Args:
             call: number of repetitions → outputs.
         """
-        with torch.no_grad():
+        on_gpu = self.outputs.is_cuda
+        with torch.no_grad(), torch.random.fork_rng([self.outputs.device] if on_gpu else []):
             found = call(1)
             if not bool(found.isfinite().all()) or self._is_close(found) or not torch.equal(found, call(1)):
                 return

@@ -461,7 +461,7 @@ class GradientRecorder:
             with run_eagerly():
                 if self.verify and self._num_passes.bit_count() == 1:
                     some.compare(outputs)
-                made = self.own_pass.rows(outputs, self._leaves, some.count, count, self.dtype, self.generator)
+                made = self.own_pass.rows(outputs, self._leaves, some.outputs, count, self.dtype, self.generator)
         except NumericalError:  # the step says so, which may pass over bad batches
             return RowGroup(count, {}, torch.full_like(total, math.nan))
         pull = sum(float(call.pulls[task]) for task in tasks if task in call.pulls)
