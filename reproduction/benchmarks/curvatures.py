@@ -87,14 +87,19 @@ def logistic(name: str, way: tuple[str, str], seed: int) -> Numbers:
     return {"KL": float(0.5 * (kl_divergence(mine, exact) + kl_divergence(exact, mine))), **found}
 
 
+def few_rows(way: tuple[str, str]) -> int | None:
+    """Return 32 where an example has nine rows; with so few the empirical Fisher diverges, and takes all."""
+    return None if way[0] == "ef" else 32
+
+
 def digits(way: tuple[str, str], seed: int) -> Numbers:
-    """Test NLL of a 64-100-10 network; rank 8, 32 curvature rows of batches of 100."""
+    """Test NLL of a 64-100-10 network; rank 8, batches of 100."""
     data = load_digits()
     order = torch.randperm(len(data.data), generator=torch.Generator().manual_seed(seed))
     x, y = torch.tensor(data.data / 16).float()[order], torch.tensor(data.target)[order]
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
-    own = {"rank": 8, "curvature_rows": 32}
+    own = {"rank": 8, "curvature_rows": few_rows(way)}
     opt, found = fit(model, (x[:1300], y[:1300]), slangvi.Categorical(), way, seed, 600, 100, **own)
     draws = slangvi.functional_samples(model, opt.posterior, x[1300:], n_samples=64)
     probs = draws.softmax(-1).mean(0)

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from slangvi.priors import Prior
 
-__all__ = ["bounded_step", "debiasing", "lerp", "mean_gradient"]
+__all__ = ["MOST_COUNTED", "bounded_step", "debiasing", "lerp", "mean_gradient"]
+
+# Parameters that the length of a step is shared out to, at most: a step moves in one direction, and what that does to
+# outputs of a large network grows with all parameters that take part.
+MOST_COUNTED = 100
 
 
 def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
@@ -20,14 +24,14 @@ def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
 def bounded_step(change: Tensor, curved: Tensor, longest: float) -> Tensor:
     r"""Return a step Δ, shortened so that $\sqrt{\Delta^\top \Lambda \Delta / P}$ is at most what is allowed.
 
-    That is its length in posterior standard deviations of a typical parameter.
+    That is its length in posterior standard deviations of a typical parameter; a larger P counts as `MOST_COUNTED`.
 
     Args:
         change: Δ, (..., P).
         curved: ΛΔ, (..., P).
         longest: allowed length.
     """
-    squared = (change * curved).sum(-1, keepdim=True) / change.shape[-1]
+    squared = (change * curved).sum(-1, keepdim=True) / min(change.shape[-1], MOST_COUNTED)
     return change * (longest / squared.sqrt()).clamp_max(1.0)
 
 
