@@ -181,8 +181,18 @@ def test_a_tensor_that_is_no_batch_but_as_long_is_noticed():
 
 def test_chance_in_a_model_is_no_reason_to_refuse_it():
     x = torch.randn(K, 2)
-    some = Examples.choose(x, torch.dropout(x, 0.5, True), K, torch.tensor([0, 1]))
-    some.compare(lambda repeats: torch.dropout(some.repeated(repeats), 0.5, True))
+    some, found = Examples.choose(x, torch.dropout(x, 0.5, True), K, torch.tensor([0, 1])), []
+
+    def call(repeats: int) -> Tensor:
+        found.append(torch.dropout(some.repeated(repeats), 0.5, True))
+        return found[-1]
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    some.compare(call)
+    assert len(found) == 2, "the second call tells chance from other outputs"
+    assert not torch.equal(*found)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_output_of_the_likelihood_is_found_in_what_models_return():

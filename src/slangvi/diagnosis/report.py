@@ -1,4 +1,4 @@
-"""What a diagnosis says: findings in sentences, a table of layers, numbers, and a picture."""
+"""Diagnoses as they are shown: findings in sentences, a table of layers, numbers, and a picture."""
 
 from __future__ import annotations
 

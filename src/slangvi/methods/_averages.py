@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slangvi.priors import Prior
 
-__all__ = ["MOST_COUNTED", "bounded_step", "debiasing", "lerp", "mean_gradient"]
+__all__ = ["bounded_step", "debiasing", "lerp", "mean_gradient", "shortening"]
 
 # Parameters that the length of a step is shared out to, at most: a step moves in one direction, and what that does to
 # outputs of a large network grows with all parameters that take part.
@@ -22,17 +22,21 @@ def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
 
 
 def bounded_step(change: Tensor, curved: Tensor, longest: float) -> Tensor:
-    r"""Return a step Δ, shortened so that $\sqrt{\Delta^\top \Lambda \Delta / P}$ is at most what is allowed.
+    """Return a step Δ (..., P), shortened where it is longer than allowed, given ΛΔ; see `shortening`."""
+    return change * shortening((change * curved).sum(-1, keepdim=True), change.shape[-1], longest)
+
+
+def shortening(squared: Tensor, size: int, longest: float) -> Tensor:
+    r"""Return what a step Δ is multiplied by so that it is no longer than allowed, $\sqrt{\Delta^\top\Lambda\Delta/P}$.
 
     That is its length in posterior standard deviations of a typical parameter; a larger P counts as `MOST_COUNTED`.
 
     Args:
-        change: Δ, (..., P).
-        curved: ΛΔ, (..., P).
+        squared: ΔᵀΛΔ.
+        size: P.
         longest: allowed length.
     """
-    squared = (change * curved).sum(-1, keepdim=True) / min(change.shape[-1], MOST_COUNTED)
-    return change * (longest / squared.sqrt()).clamp_max(1.0)
+    return (longest / (squared / min(size, MOST_COUNTED)).sqrt()).clamp_max(1.0)
 
 
 def debiasing(momentum: float | Tensor, step: int, ages: Tensor | None = None) -> float | Tensor:

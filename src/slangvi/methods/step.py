@@ -26,7 +26,7 @@ from slangvi.linalg import LowRankPrecision, factorize
 from slangvi.linalg.products import cache_slices, rows_dot_vector
 from slangvi.linalg.threads import one_thread
 from slangvi.linalg.topk import SMALL
-from slangvi.methods._averages import MOST_COUNTED
+from slangvi.methods._averages import shortening
 from slangvi.methods.projection import (
     Decision,
     FactorAnalysis,
@@ -243,19 +243,10 @@ class Step:
             slope.div_(correction_here).addcmul_(self.prior.precision[..., cut], away)
         change = precision.solve(self.total, in_place=True).mul_(alpha)
         if self.longest is not None:
-            change.mul_(shortening(precision, change, self.longest))
+            squared = rows_dot_vector(precision.factor, change).square().sum(-1)
+            squared += (precision.diag * change).mul_(change).sum(-1, dtype=torch.float64)
+            change.mul_(shortening(squared, size, self.longest).unsqueeze(-1).to(change.dtype))
         torch.sub(old.loc, change, out=self.new.loc)
-
-
-def shortening(precision: LowRankPrecision, change: Tensor, longest: float) -> Tensor:
-    """Return what a step Δ (..., P) is multiplied by so that it is no longer than allowed, (..., 1).
-
-    Its length is √(ΔᵀΛΔ/P), with `MOST_COUNTED` for a larger P.
-    """
-    inner = rows_dot_vector(precision.factor, change).square().sum(-1)
-    squared = inner + (precision.diag * change).mul_(change).sum(-1, dtype=torch.float64)
-    length = (squared / min(change.shape[-1], MOST_COUNTED)).sqrt().unsqueeze(-1)
-    return (longest / length).clamp_max(1.0).to(change.dtype)
 
 
 def take_step(
