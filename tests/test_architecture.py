@@ -58,7 +58,15 @@ def foreign(name: str) -> bool:
 
 
 # Third-party packages that a room may import besides torch; where it is not said, any.
-PACKAGES = {"linalg": (), "distributions": (), "types": (), "errors": (), "files": (), "checks": (), "params": ()}
+PACKAGES = {
+    "linalg": ("triton",),
+    "distributions": (),
+    "types": (),
+    "errors": (),
+    "files": (),
+    "checks": (),
+    "params": (),
+}
 
 
 def room_of(name: str) -> str:
@@ -109,7 +117,7 @@ def test_only_the_command_line_knows_the_command_line():
 
 def test_optional_packages_are_imported_where_they_are_used():
     """At the top of a file: only what every installation has; others where nothing else imports the files."""
-    extras = {"slangvi.cli.": {"click"}, "slangvi.estimators": {"sklearn"}}
+    extras = {"slangvi.cli.": {"click"}, "slangvi.estimators": {"sklearn"}, "slangvi.linalg._programs": {"triton"}}
     for name, tree in TREES.items():
         top = ast.Module([n for n in tree.body if not isinstance(n, ast.FunctionDef | ast.ClassDef)], [])
         needed = {i.split(".")[0] for i in imports_of(top, package_of(name)) if foreign(i)}

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slangvi.linalg import kernels
 from slangvi.linalg.products import batch_matmul, cache_slices, column_squares, gram_float64, mix_rows, rows_dot
 from slangvi.linalg.topk import (
     SMALL,
@@ -27,6 +28,7 @@ from slangvi.linalg.topk import (
     ritz,
     starting_block,
 )
+from slangvi.rows.blocks import Formed
 from slangvi.rows.dense import DenseGradients
 from slangvi.rows.operator import GradientOperator, SegmentRows
 
@@ -213,6 +215,8 @@ class LeadingEigenvectors:
         """[[GGᵀ, GUᵀ], [UGᵀ, UUᵀ]] of one part, float64."""
         if part.rows.space is not None:
             return gram_float64(part.rows.space)
+        if (formed := _for_kernels(part)) is not None:
+            return kernels.gram_of_both(formed, part.factor)
         rows, cross = part.rows.gram().double(), part.rows.mm(part.factor).double()
         return torch.cat([torch.cat([rows, cross], -1), torch.cat([cross.mT, gram_float64(part.factor)], -1)], -2)
 
@@ -251,13 +255,7 @@ class LeadingEigenvectors:
 
     def _combine(self, part: Part, weights: Tensor, out: Tensor) -> None:
         """Write WᵀC of one part for W (..., R + L, K) to `out`, (..., K, n), which may be the part's own U."""
-        if self._last is None or self._last[0] is not part.precision_lr or self._last[1] is not weights:
-            # √(1−β) and √gain are multiplied in before anything is rounded, or √(1−β) would be rounded alike each step.
-            keep, gain = _matrix((1 - part.precision_lr) ** 0.5), _matrix(part.gain**0.5)
-            both = torch.cat([weights[..., : self.height, :] * gain, weights[..., self.height :, :] * keep], -2).mT
-            scaled = both.contiguous().to(self.factor.device, self.dtype, non_blocking=True)
-            self._last = part.precision_lr, weights, scaled
-        scaled = self._last[2]
+        scaled = self._scaled(part, weights)[..., : self.height + self.rank]
         if part.rows.space is not None:
             mix_rows(scaled, part.rows.space, out)
             return
@@ -265,8 +263,21 @@ class LeadingEigenvectors:
         if self.rank:
             part.rows.add_t_mm(scaled[..., : self.height].mT, out)
 
+    def _scaled(self, part: Part, weights: Tensor) -> Tensor:
+        """Return Wᵀ, weighted, (..., K, R + L), where U is; a single matrix with β and gain beside it, for kernels."""
+        if self._last is None or self._last[0] is not part.precision_lr or self._last[1] is not weights:
+            # √(1−β) and √gain are multiplied in before anything is rounded, or √(1−β) would be rounded alike each step.
+            keep, gain = _matrix((1 - part.precision_lr) ** 0.5), _matrix(part.gain**0.5)
+            both = torch.cat([weights[..., : self.height, :] * gain, weights[..., self.height :, :] * keep], -2).mT
+            if both.ndim == 2:
+                both = torch.cat([both, *_columns(both, part.precision_lr, part.gain)], 1)
+            self._last = part.precision_lr, weights, both.contiguous().to(self.factor, non_blocking=True)
+        return self._last[2]
+
     def project(self, part: Part, decision: Decision) -> Tensor:
         """Write the new precision of one part; return what rounding would take from d⁺."""
+        if self.route == "gram" and (formed := _for_kernels(part)) is not None:
+            return kernels.project_columns(part, formed, self._scaled(part, decision.weights))
         beta, gain = (x.to(self.dtype) if isinstance(x, Tensor) else x for x in (part.precision_lr, part.gain))
         old, new = column_squares(part.factor), part.rows.square_sum()
         if self.route == "parameters":
@@ -383,10 +394,15 @@ class FactorAnalysis:
         for part in parts():
             self._fastest = _larger(self._fastest, part.precision_lr)
             beta, gain = _matrix(part.precision_lr), _matrix(part.gain)
-            sums = [self._products(part, cut) for cut in _strips(part)]
-            products = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+            if (formed := _for_kernels(part)) is not None:
+                products, by_row = kernels.products_with_scaled(part, formed)
+                squares = [x.sum() for x in by_row.split([self.height, self.rank])][::-1]
+            else:
+                sums = [self._products(part, cut) for cut in _strips(part)]
+                products = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+                both = column_squares(part.factor), part.rows.square_sum()
+                squares = [x.sum(-1, dtype=torch.float64) for x in both]
             new, old, prior = products.split([self.height, self.rank, self.rank], -2)
-            squares = (x.sum(-1, dtype=torch.float64) for x in (column_squares(part.factor), part.rows.square_sum()))
             trace, added = (x[..., None, None] for x in squares)
             traces = F.pad(trace * (1 - beta) + added * gain, (0, self.rank - 1))
             found = [new * gain**0.5, old * (1 - beta) ** 0.5, old, old * (1 - beta) + prior * beta, traces]
@@ -432,6 +448,10 @@ class FactorAnalysis:
         """Write the new precision of one part; return the sum of what rounding would take from d⁺."""
         if self._last is None or self._last[0] is not part.precision_lr or self._last[1] is not decision.weights:
             self._last = part.precision_lr, decision.weights, self._weights(part, decision.weights)
+        if (formed := _for_kernels(part)) is not None:
+            drop, prior, inverse = self._last[2]
+            weights = torch.cat([drop, prior, inverse, *_columns(drop, part.precision_lr, part.gain)], 1)
+            return kernels.analyse_columns(part, formed, weights, LEAST_FREE, LEAST_PRIOR)
         beta, gain = (x.to(self.dtype) if isinstance(x, Tensor) else x for x in (part.precision_lr, part.gain))
         change = (part.prior_precision - part.diag) * beta  # δ; it is complete when c (2U − c) is added below
         for vector, share in ((column_squares(part.factor), -beta), (part.rows.square_sum(), gain)):
@@ -490,6 +510,19 @@ class FactorAnalysis:
         """Return c as a factor of small matrices."""
         fastest = _matrix(self._fastest)
         return fastest.to(small.device, small.dtype) if isinstance(fastest, Tensor) else fastest
+
+
+def _for_kernels(part: Part) -> Tensor | None:
+    """Return the rows of a part where `kernels` take them, and None elsewhere."""
+    rows = part.rows
+    if isinstance(rows, Formed) and rows.space is None and kernels.serves(part.factor, rows.num_rows):
+        return rows.rows
+    return None
+
+
+def _columns(like: Tensor, *numbers: Number) -> list[Tensor]:
+    """Return numbers as columns beside a matrix (L, ...), (L, 1) each."""
+    return [torch.as_tensor(x, dtype=like.dtype, device=like.device).expand(len(like), 1) for x in numbers]
 
 
 def _larger(one: Number, other: Number) -> Number:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slangvi.linalg import kernels
 from slangvi.linalg.products import column_squares
 
 __all__ = ["Block", "Formed", "Outer", "Patches", "Stacked", "Sum", "TableRows", "add", "stack"]
@@ -163,7 +164,8 @@ class Outer(Block):
         if left.shape[-1] == 1:  # nothing to add up, and a product of many 1-by-n matrices would be slow
             torch.mul(left, right, out=place)
         elif left.ndim == 3:
-            torch.bmm(left, right, out=place)
+            if not kernels.outer_products(left, right, place):
+                torch.bmm(left, right, out=place)
         else:
             place.copy_(left @ right)
         return out

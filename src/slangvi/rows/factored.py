@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slangvi.linalg import kernels
 from slangvi.params import ParamSpec
 from slangvi.rows.blocks import Block, Formed, TableRows, stack
 from slangvi.rows.operator import Segment, SegmentRows
@@ -216,10 +217,13 @@ class FactoredGradients:
 
         Args:
             cuts: columns, ends of parameter tensors, at which a segment has to end.
-            below: rows (L, P) that are copied below formed ones, see `SegmentRows.space`.
+            below: rows (L, P) that are copied below formed ones, see `SegmentRows.space`; or not, where `kernels` do
+                without.
         """
         rank, version = (0, None) if below is None else (len(below), None if below.is_inference() else below._version)
-        column_bytes = max(1, self.height + rank) * self.like.element_size()
+        if below is not None and kernels.serves(below, self.height):
+            below = version = None  # they are taken from where they are
+        column_bytes = max(1, self.height + (0 if below is None else rank)) * self.like.element_size()
         most = self._form_bytes(rank)
         factored = sum(block.num_params for name, block in self.blocks.items() if not self.is_formed[name])
         keeps = (self.spec.num_params - factored) * column_bytes <= most
