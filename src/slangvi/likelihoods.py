@@ -26,10 +26,12 @@ __all__ = [
     "curvature_seeds",
     "defer_checks",
     "likelihood_named",
+    "one_entry_each",
 ]
 
-# Most backward passes' worth of columns that a square root of an example's Hessian may have.
-MOST_COLUMNS = 1024
+# Most backward passes' worth of columns that a square root of an example's Hessian may have, and outputs of an example
+# up to which "auto" takes them all instead of one target that is drawn.
+MOST_COLUMNS, MOST_EXACT = 1024, 4
 
 
 class Likelihood(ABC):
@@ -73,6 +75,22 @@ class Likelihood(ABC):
             f'{type(self).__name__} has no sample, which curvature="fisher" takes its targets from. Define it, or use '
             'curvature="ggn" with a method hessian_root, or curvature="ef".'
         )
+
+    def draws_targets(self, kind: str, shape: torch.Size) -> bool:
+        """Tell whether the curvature of a kind comes from one target that is drawn; "auto" does so for many outputs.
+
+        Args:
+            kind: "ggn", "fisher" or "auto".
+            shape: of the outputs of an example.
+        """
+        has_root = type(self).hessian_root is not Likelihood.hessian_root
+        return kind == "fisher" or (kind == "auto" and (shape.numel() > MOST_EXACT or not has_root))
+
+    @property
+    def gives_curvature(self) -> bool:
+        """Tell whether it has one of the two methods that curvature is taken from."""
+        own = type(self)
+        return own.hessian_root is not Likelihood.hessian_root or own.sample is not Likelihood.sample
 
     def of(self, model: nn.Module) -> OutputLogLikelihood:
         """Return the log-likelihood of a module as a function of (params, (x, y)), for `slangvi.slang.build`."""
@@ -129,12 +147,12 @@ def curvature_seeds(
 
     Args:
         likelihood: of targets, given the outputs.
-        kind: "ggn" or "fisher".
+        kind: "ggn", "fisher", or "auto" for one of them.
         outputs: f, (M, ...).
         generator: source of the targets.
     """
     outputs = outputs.detach()
-    if kind == "ggn":
+    if not likelihood.draws_targets(kind, outputs.shape[1:]):
         seeds = likelihood.hessian_root(outputs)
         if seeds.shape[1:] != outputs.shape:
             raise ValueError(
@@ -148,7 +166,7 @@ def curvature_seeds(
         return -torch.autograd.grad(value, free)[0].unsqueeze(0)
 
 
-def _one_entry_each(sizes: Tensor) -> Tensor:
+def one_entry_each(sizes: Tensor) -> Tensor:
     """Return the root of diagonal Hessians: entry j of each example alone, for all j; sizes (M, ...) → (Q, M, ...)."""
     flat = sizes.reshape(len(sizes), -1)
     _check_columns(flat.shape[1])
@@ -246,7 +264,7 @@ class Bernoulli(Likelihood):
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """Return √(p(1 − p)) at one output of each example, for every output."""
-        return _one_entry_each((outputs.sigmoid() * (-outputs).sigmoid()).sqrt())
+        return one_entry_each((outputs.sigmoid() * (-outputs).sigmoid()).sqrt())
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return zeros and ones."""
@@ -316,7 +334,7 @@ class Gaussian(Likelihood):
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """Return √τ at one output of each example, for every output."""
-        return _one_entry_each(torch.full_like(outputs, self.noise_precision**0.5))
+        return one_entry_each(torch.full_like(outputs, self.noise_precision**0.5))
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return outputs with noise."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from slangvi.types import Routes
 __all__ = [
     "BETAS",
     "EPS",
+    "LIKELIHOOD_CURVATURES",
+    "OWN_PASS",
     "AdamOptimizerSettings",
     "AdamSettings",
     "CheckedFields",
@@ -51,8 +53,11 @@ LogLikelihood = Callable[[Params, Any], Tensor]
 Check = Callable[[str, Any], Any]
 Engine = Literal["factored", "dense"]
 T = TypeVar("T")
-# Curvatures whose rows come from a pass of our own, and not from the loss.
-OWN_PASS = ("ggn", "fisher")
+# Curvatures whose rows come from a pass of our own, and not from the loss; "auto" has become "ef" where it does not.
+LIKELIHOOD_CURVATURES = ("ggn", "fisher")
+OWN_PASS = (*LIKELIHOOD_CURVATURES, "auto")
+# Examples that "auto" gives rows at least, and entries of rows that it does not save on.
+LEAST_ROWS, FEW_ENTRIES = 16, 1 << 20
 # Defaults of Adam.
 BETAS = (0.9, 0.999)
 EPS = 1e-8
@@ -77,7 +82,13 @@ def choice(*allowed: str) -> Check:
 def _curvature_rows(name: str, value: Any) -> Any:
     """Refuse what is no number of examples."""
     hint = 'None takes all examples of a batch, "auto" chooses.'
-    return value if isinstance(value, str) and value == "auto" else checks.count(name, value, hint=hint)
+    return value if value is None or value == "auto" else checks.count(name, value, hint=hint)
+
+
+def _check_engine(curvature: str, engine: str | None) -> None:
+    """Refuse a pass of our own where rows are found by definition."""
+    if engine == "dense" and curvature in LIKELIHOOD_CURVATURES:
+        raise ValueError(f'curvature={curvature!r} needs engine="factored", got "dense". Drop one of them.')
 
 
 def schedule(high: float = math.inf) -> Check:
@@ -185,9 +196,9 @@ class CurvatureSettings(GaussianSettings):
         precision_warmup: let the first steps average the curvature they see, βₜ = max(β, 1/(t+1)), so that the
             precision is there before the mean relies on it. False is the paper as printed.
         verify: check examples against the definition of their gradient, ever more rarely.
-        curvature_rows: examples of each backward pass, drawn at random, whose gradients estimate the curvature; all
-            examples give the gradient of the mean. None takes all, as in the paper; "auto" takes 16, or twice the rank
-            if that is more.
+        curvature_rows: examples of each batch, drawn at random, whose rows estimate the curvature; all examples give
+            the gradient of the mean. None takes all, as in the paper. "auto" takes all where rows come with the loss;
+            where they take a pass of their own, 16, or twice the rank, or a million entries, whichever is most.
         memory_limit: bytes that formed gradients and temporaries may take; None leaves it to fixed defaults.
         routes: which gradients are formed, and how SLANG finds the spectrum; None leaves it to counting.
         on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
@@ -198,17 +209,32 @@ class CurvatureSettings(GaussianSettings):
     momentum: float = per_group(0.0)
     precision_warmup: bool = checked(True, checks.flag)
     verify: bool = checked(True, checks.flag)
-    curvature_rows: int | Literal["auto"] | None = checked(None, _curvature_rows)
+    curvature_rows: int | Literal["auto"] | None = checked("auto", _curvature_rows)
     memory_limit: int | None = checked(None, partial(checks.count, hint="It is a number of bytes."))
     routes: Routes | None = None
     on_divergence: str = checked("warn", choice(*REACTIONS))
 
-    @property
-    def rows_of_pass(self) -> int | None:
-        """Examples of each backward pass whose gradients estimate the curvature; None for all."""
-        if self.curvature_rows == "auto":
-            return max(16, 2 * getattr(self, "rank", 0))
-        return self.curvature_rows
+    def rows_of_pass(self, num_params: int) -> int | None:
+        """Return how many examples of a batch have rows that estimate the curvature of P parameters; None for all."""
+        if self.curvature_rows != "auto":
+            return self.curvature_rows
+        if getattr(self, "curvature", "ef") not in OWN_PASS:
+            return None
+        return max(LEAST_ROWS, 2 * getattr(self, "rank", 0), FEW_ENTRIES // max(1, num_params))
+
+    def for_likelihood(self, likelihood: Likelihood | None) -> Self:
+        """Return the settings with what "auto" stands for, given the likelihood that is known, if one is.
+
+        A curvature that is left at "auto" is one of the likelihood, which decides by the number of outputs.
+        """
+        chosen: dict[str, Any] = {}
+        is_known = likelihood is not None and likelihood.gives_curvature and not getattr(self, "compile", False)
+        curvature = getattr(self, "curvature", "ef")
+        if curvature == "auto" and not (is_known and getattr(self, "engine", None) != "dense"):
+            chosen["curvature"] = curvature = "ef"
+        if getattr(self, "projection", None) == "auto":
+            chosen["projection"] = "em" if curvature in OWN_PASS else "eig"
+        return replace(self, **chosen) if chosen else self
 
     @property
     def routes_within_limit(self) -> Routes:
@@ -229,27 +255,27 @@ class FunctionalSettings(CurvatureSettings):
         curvature: "ef", the empirical Fisher of the paper, from the gradients of the log-likelihood; "ggn", the
             generalised Gauss-Newton matrix, which is the Hessian of models that are linear in their parameters; or
             "fisher", an estimate of that from targets that are drawn, for any number of outputs. The latter two need a
-            log-likelihood that knows its outputs, such as `slangvi.Categorical().of(model)`.
+            log-likelihood that knows its outputs, such as `slangvi.Categorical().of(model)`. "auto" takes "ggn" for
+            one of up to four outputs, "fisher" for more, and "ef" for other functions.
     """
 
     model: nn.Module | None = None
     engine: Engine | None = checked(None, choice("factored", "dense"))
-    curvature: str = checked("ef", choice("ef", "ggn", "fisher"))
+    curvature: str = checked("auto", choice("auto", "ef", *LIKELIHOOD_CURVATURES))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.engine == "dense" and self.curvature in OWN_PASS:
-            raise ValueError(f'curvature={self.curvature!r} needs engine="factored", got "dense". Drop one of them.')
+        _check_engine(self.curvature, self.engine)
         self._check("lr", schedule(self.highest_lr))
         self._check("precision_lr", schedule(1.0))
         self._check("momentum", partial(checks.number, low=0.0, high=1.0, closed="low"))
-        if self.engine == "dense" and self.curvature_rows is not None:
+        if self.engine == "dense" and isinstance(self.curvature_rows, int):
             raise ValueError('curvature_rows needs engine="factored", got "dense". Drop one of them.')
 
     @property
     def reads_graph(self) -> bool:
         """Tell whether gradients are read off autograd's graph."""
-        has_reason = self.model is not None or self.curvature_rows is not None or self.curvature in OWN_PASS
+        has_reason = self.model is not None or isinstance(self.curvature_rows, int) or self.curvature in OWN_PASS
         return self.engine == "factored" or (self.engine is None and has_reason)
 
     @property
@@ -263,12 +289,12 @@ class HessianSettings(FunctionalSettings):
     """Settings of `build` where the exact Hessian may stand in for the empirical Fisher.
 
     Args:
-        curvature: "ef", "ggn" or "fisher" as for other methods; or "hessian", the exact Hessian at every draw (of a
-            mean-field precision, its diagonal). That takes a backward pass for each of the P parameters, and needs a
-            log-likelihood that is concave, or nearly so.
+        curvature: "auto", "ef", "ggn" or "fisher" as for other methods; or "hessian", the exact Hessian at every draw
+            (of a mean-field precision, its diagonal). That takes a backward pass for each of the P parameters, and
+            needs a log-likelihood that is concave, or nearly so.
     """
 
-    curvature: str = checked("ef", choice("ef", "ggn", "fisher", "hessian"))
+    curvature: str = checked("auto", choice("auto", "ef", *LIKELIHOOD_CURVATURES, "hessian"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -295,10 +321,11 @@ class _Compiled(CheckedFields):
 
     Args:
         projection: way back from the new precision to low rank plus diagonal: "eig" keeps the leading eigenvectors, as
-            in the paper; "em" takes a step of factor analysis, which does not depend on the scale of the inputs.
+            in the paper; "em" takes a step of factor analysis, which does not depend on the scale of the inputs. "auto"
+            takes "em" where the curvature comes from a likelihood, and "eig" where it comes from the loss.
     """
 
-    projection: str = checked("eig", choice("eig", "em"))
+    projection: str = checked("auto", choice("auto", "eig", "em"))
     compile: bool = checked(False, checks.flag)
 
     def __post_init__(self) -> None:
@@ -306,7 +333,7 @@ class _Compiled(CheckedFields):
         if self.compile and self.projection == "em":
             raise ValueError('compile=True needs projection="eig", got "em". Drop one of them.')
         curvature = getattr(self, "curvature", "ef")
-        if self.compile and curvature in OWN_PASS:
+        if self.compile and curvature in OWN_PASS and curvature != "auto":
             raise ValueError(f'compile=True needs curvature="ef", got {curvature!r}. Drop one of them.')
 
 
@@ -329,15 +356,16 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
         curvature: "ef", the empirical Fisher of the paper, from gradients of your own loss, which has to be the
             log-likelihood; "ggn", the generalised Gauss-Newton matrix of a `likelihood`, or "fisher", an estimate of
             that from targets that are drawn, for any number of outputs. The latter two take a small pass of their own
-            over the `curvature_rows` examples, so that the loss may be anything, and clipping of p.grad acts.
-        likelihood: "categorical", "bernoulli", "gaussian" or a `Likelihood`, for "ggn" and "fisher".
+            over the `curvature_rows` examples, so that the loss may be anything, and clipping of p.grad acts. "auto"
+            takes "ggn" with a `likelihood` of up to four outputs, "fisher" with one of more, and "ef" without.
+        likelihood: "categorical", "bernoulli", "gaussian" or a `Likelihood`, of the targets given the outputs.
         engine: "factored" reads gradients off autograd's graph; "dense" goes back through it once for each example
             (slow; for comparison).
     """
 
     lr: float = per_group(0.05)
     precision_lr: float | None = per_group(None)
-    curvature: str = "ef"
+    curvature: str = "auto"
     likelihood: str | Likelihood | None = checked(None, lambda name, value: likelihood_named(value))
     engine: Engine = checked("factored", choice("factored", "dense"))
 
@@ -349,13 +377,12 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
                 'Use the functional interface, build(..., curvature="hessian").'
             )
         self._check("curvature", choice("ef", *OWN_PASS))
-        if self.curvature in OWN_PASS and self.likelihood is None:
+        _check_engine(self.curvature, self.engine)
+        if self.curvature in LIKELIHOOD_CURVATURES and self.likelihood is None:
             raise ValueError(
                 f'curvature={self.curvature!r} needs a likelihood, got None. Pass likelihood="categorical", '
                 '"bernoulli", "gaussian", or a slangvi.likelihoods.Likelihood of your own.'
             )
-        if self.curvature in OWN_PASS and self.engine == "dense":
-            raise ValueError(f'curvature={self.curvature!r} needs engine="factored", got "dense". Drop one of them.')
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

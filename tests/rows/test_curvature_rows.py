@@ -152,18 +152,21 @@ def test_impossible_budgets_are_refused(options, message):
         slangvi.SLANG(nn.Linear(2, 1), num_data=3, **options)
 
 
-@pytest.mark.parametrize(("kind", "options", "expected"), [
-    (slangvi.SLANG, {"rank": 3}, 16),
-    (slangvi.SLANG, {"rank": 20}, 40),
-    (slangvi.VOGN, {}, 16),
+@pytest.mark.parametrize(("kind", "options", "width", "expected"), [
+    (slangvi.SLANG, {"rank": 3}, 70_000, 16),
+    (slangvi.SLANG, {"rank": 20}, 70_000, 40),
+    (slangvi.VOGN, {}, 70_000, 16),
+    (slangvi.VOGN, {}, 35_000, 29),
+    (slangvi.VOGN, {}, 3, 50),
 ])  # fmt: skip
-def test_auto_takes_sixteen_or_twice_the_rank(kind, options, expected):
+def test_auto_takes_few_rows_of_large_models_where_they_need_a_pass(kind, options, width, expected):
     torch.manual_seed(0)
-    model, x = nn.Linear(3, 1), torch.randn(50, 3)
-    opt = kind(model, num_data=50, curvature_rows="auto", **options)
-    with opt.sampled_params(train=True):
-        model(x).square().mean().backward()
-    (group,) = opt._rows
-    assert group.num_chosen == expected
-    assert group.num_rows == 50
+    model, x = nn.Linear(width, 1), torch.randn(50, width)
+    for likelihood, count in ((None, 50), ("gaussian", expected)):
+        opt = kind(model, num_data=50, likelihood=likelihood, **options)
+        with opt.sampled_params(train=True):
+            model(x).square().mean().backward()
+        (group,) = opt._rows
+        assert (group.num_chosen or group.num_rows) == count
+        assert group.num_rows == 50
     opt.step()

@@ -102,7 +102,7 @@ def test_outer_products_of_rows_are_the_gauss_newton_matrix(name, most):
 def test_drawn_targets_give_the_same_matrix_in_expectation(name):
     model, x, likelihood = built(name)
     source, generator = (
-        OwnPass(partial(curvature_seeds, likelihood, "fisher"), verify=False, is_single=True),
+        OwnPass(partial(curvature_seeds, likelihood, "fisher"), verify=False, draws=lambda shape: True),
         torch.Generator(),
     )
     generator.manual_seed(0)

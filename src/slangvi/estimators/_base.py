@@ -111,7 +111,7 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         Scikit-learn wants parameters to be checked when they are needed and not before.
         """
         found = check_parameters(self._parameters, self)
-        names = ("rank", "prior_precision", "temperature", "mc_samples", "init_precision")
+        names = ("rank", "curvature", "projection", "prior_precision", "temperature", "mc_samples", "init_precision")
         rates = {"lr": found["learning_rate_init"], "precision_lr": found["precision_learning_rate_init"]}
         return {name: found[name] for name in names} | rates, found["batch_size"]
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from slangvi.likelihoods import Likelihood
+from slangvi.likelihoods import Likelihood, one_entry_each
 from slangvi.schedules import by_equal_factors
 
 # Least share of the targets' variance that learnt noise may have: beyond it float32 has nothing left to learn from.
@@ -59,6 +59,18 @@ class Noise(Likelihood):
         """Return ½ Σₖ (−log 2πσₖ² − (y − f)²/σₖ²) of each row, (..., M)."""
         constant = (2 * math.pi * self.variance).log()
         return -0.5 * (constant + (targets - outputs).square() / self.variance).sum(-1)
+
+    has_constant_hessian = True
+
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        """Return 1/σ at one output of each row, for every output."""
+        return one_entry_each((1.0 / self.variance.sqrt()).to(outputs).expand_as(outputs))
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return outputs with noise."""
+        noise = torch.empty_like(outputs).normal_(generator=generator)
+        drawn: Tensor = outputs + noise * self.variance.sqrt().to(outputs)
+        return drawn
 
     def predictive(self, outputs: Tensor) -> Tensor:
         """Return the mean, which is the outputs."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from slangvi import checks
 from slangvi.estimators.network import ACTIVATIONS, layer_sizes
-from slangvi.settings import Check, checked, choice
+from slangvi.settings import LIKELIHOOD_CURVATURES, Check, checked, choice
 
 
 def _or_auto(check: Check) -> Check:
@@ -46,6 +46,9 @@ class EstimatorParameters:
         hidden_layer_sizes: widths of the hidden layers; () is a linear model.
         activation: "relu", "tanh", "logistic", "gelu", "silu" or "identity".
         rank: L, columns of the low-rank precision factor.
+        curvature: "ef" from the gradient of every row, as in the paper; "ggn" or "fisher" from the likelihood, see
+            `slangvi.SLANG`; "auto" takes "ggn" for up to four outputs and "fisher" for more.
+        projection: "eig" as in the paper, or "em", see `slangvi.SLANG`; "auto" takes "eig" with "ef", and "em" else.
         prior_precision: λ of weights and biases; a number, or a dict of parameter names or globs of `module_`.
         temperature: the likelihood is weighed by 1/temperature; less than 1 makes the posterior narrower.
         learning_rate_init: α at the start. "auto" is 0.1 for `fit`, and 0.02 where training may end at any time: with
@@ -79,6 +82,8 @@ class EstimatorParameters:
     )
     activation: str = field(default="relu", kw_only=False, metadata={"check": choice(*ACTIVATIONS)})
     rank: int = checked(4, partial(checks.count, least=0))
+    curvature: str = checked("ef", choice("auto", "ef", *LIKELIHOOD_CURVATURES))
+    projection: str = checked("auto", choice("auto", "eig", "em"))
     prior_precision: Any = 1.0
     temperature: float = checked(1.0, _positive)
     learning_rate_init: float | str = checked("auto", _or_auto(_rate))

@@ -91,7 +91,7 @@ class FakeRun:
     def _gather_by_optimizer(self, state: slang.State, plans: Plans) -> tuple[Any, GradientOperator]:
         """Return the rows of a pass for each draw, and what they are made from, which the optimizer keeps."""
         memory, settings, groups = self.memory, self.settings, list[RowGroup]()
-        chosen = settings.rows_of_pass
+        chosen = settings.rows_of_pass(self.spec.num_params)
         recorder = GradientRecorder(self.model, self.spec, state.loc.dtype, verify=False, curvature_rows=chosen)
         recorder.plans = plans
         for _ in range(settings.mc_samples):

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slangvi.divergence import REMEDY, Watch
 from slangvi.likelihoods import Likelihood, curvature_seeds, likelihood_named
@@ -201,7 +201,7 @@ def own_pass_of(likelihood: str | Likelihood | None, curvature: str, verify: boo
         return None
     known = likelihood_named(likelihood)
     most = MOST_ENLARGED[known.has_constant_hessian]
-    return OwnPass(partial(curvature_seeds, known, curvature), verify, most, is_single=curvature == "fisher")
+    return OwnPass(partial(curvature_seeds, known, curvature), verify, most, partial(known.draws_targets, curvature))
 
 
 class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
@@ -210,6 +210,10 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
     settings: CurvatureOptimizerSettings
     _update: Callable[..., tuple[StateT, InfoT]]  # the method's own
     _writes_in_place = False  # whether it can write the new state over the old one
+
+    def __init__(self, model: nn.Module, settings: CurvatureOptimizerSettings) -> None:
+        known = settings.likelihood
+        super().__init__(model, settings.for_likelihood(None if known is None else likelihood_named(known)))
 
     @property
     def rank(self) -> int:
@@ -248,7 +252,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
             dtype,
             by_definition=options.engine == "dense",
             verify=options.verify,
-            curvature_rows=options.rows_of_pass,
+            curvature_rows=options.rows_of_pass(spec.num_params),
             generator=self.generator,
             own_pass=own_pass_of(options.likelihood, options.curvature, options.verify),
         )

@@ -101,7 +101,7 @@ class RowGatherer:
 
     def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings) -> None:
         self.log_likelihood, self.routes = log_likelihood, settings.routes_within_limit
-        self.curvature_rows = settings.rows_of_pass
+        self.rows_of_pass = settings.rows_of_pass
         self.plans, self.together = Plans(settings.verify), Together()
         self.dtypes = dtypes_of(settings.model)
         self.model = settings.model
@@ -137,7 +137,7 @@ class RowGatherer:
                 return [found[0]], found[1]
         groups, values, count = [], [], batch_size(batch)
         for theta in thetas:
-            chosen = self._choose(count, thetas.device, generator)
+            chosen = self._choose(count, theta, generator)
             if self.own_pass is None:
                 group, value = self._gather(spec, theta, batch, chosen)
             else:
@@ -149,7 +149,7 @@ class RowGatherer:
     def shares_pass(self, thetas: Tensor, batch: Any) -> bool:
         """Tell whether all draws go through one vmapped pass: all rows of a small problem, slow for its many calls."""
         count, draws = batch_size(batch), len(thetas)
-        takes_all = self.curvature_rows is None or self.curvature_rows >= count
+        takes_all = (self.rows_of_pass(thetas.shape[-1]) or count) >= count
         # A dimension of S must not be mistaken for the batch.
         if not takes_all or draws in (1, count) or self.together.possible is False or self.own_pass is not None:
             return False
@@ -226,11 +226,10 @@ class RowGatherer:
         found: Tensor = torch.func.vmap(values, randomness="different")(params) if is_stacked else values(params)
         return found
 
-    def _choose(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor | None:
-        """Return the examples of a batch whose rows are kept; None for all."""
-        if self.curvature_rows is None or self.curvature_rows >= count:
-            return None
-        return torch.randperm(count, generator=generator, device=device)[: self.curvature_rows]
+    def _choose(self, count: int, theta: Tensor, generator: torch.Generator | None) -> Tensor | None:
+        """Return the examples of a batch whose rows are kept at a draw (P,); None for all."""
+        most = self.rows_of_pass(len(theta)) or count
+        return None if most >= count else torch.randperm(count, generator=generator, device=theta.device)[:most]
 
 
 def _require_gradient(values: Tensor) -> None:

@@ -17,7 +17,7 @@ from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import LowRankPrecision, factorize
-from slangvi.methods._build import Common, Replay
+from slangvi.methods._build import Common, Replay, likelihood_of
 from slangvi.methods._gaussian import GaussianOptimizer, Told, kl_to_prior, start
 from slangvi.methods.compiled import LoopSteps, Numbers, PureSteps, warn_eager
 from slangvi.methods.gather import RowGatherer
@@ -241,7 +241,7 @@ def build(log_likelihood: LogLikelihood, **options: Any) -> Transform:
         >>> state.step, info.num_rows
         (1, 2)
     """
-    settings = bind_settings("build", CompiledSettings, **options)
+    settings = bind_settings("build", CompiledSettings, **options).for_likelihood(likelihood_of(log_likelihood))
     common = Common(log_likelihood, settings)
     begin = partial(init, rank=settings.rank, init_precision=settings.init_precision)
     advance = partial(update, projection=settings.projection)

@@ -52,11 +52,17 @@ class OwnPass:
         seeds: gradients of the outputs that the rows begin with.
         verify: compare rows with their definition, ever more rarely.
         most_enlarged: see `RowGroup`.
-        is_single: whether there is one gradient for each example, which is drawn.
+        draws: shape of an example's outputs → whether it has one gradient, which is drawn.
     """
 
-    def __init__(self, seeds: Seeds, verify: bool = True, most_enlarged: float = 1.0, is_single: bool = False) -> None:
-        self.seeds, self.plans, self.most_enlarged, self.is_single = seeds, Plans(verify), most_enlarged, is_single
+    def __init__(
+        self,
+        seeds: Seeds,
+        verify: bool = True,
+        most_enlarged: float = 1.0,
+        draws: Callable[[torch.Size], bool] = lambda shape: False,
+    ) -> None:
+        self.seeds, self.plans, self.most_enlarged, self.draws = seeds, Plans(verify), most_enlarged, draws
         self._columns, self._shape = 1, torch.Size()  # Q, and the outputs of an example that has so many
 
     def rows(
@@ -80,8 +86,9 @@ class OwnPass:
         """
         found: list[dict[str, Block]] = []
         first, spread, count = 0, 0.0, len(like)
-        if not self.is_single and like.shape[1:] != self._shape:  # without calling the model, which may draw numbers
-            self._columns, self._shape = len(self.seeds(like.detach(), None)), like.shape[1:]
+        if like.shape[1:] != self._shape:  # without calling the model, or drawing a number
+            self._shape = like.shape[1:]
+            self._columns = 1 if self.draws(self._shape) else len(self.seeds(like.detach(), None))
         while first < self._columns:
             repeats = min(self._columns - first, max(1, most // count))
             with torch.enable_grad():
