@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slangvi import checks
 from slangvi.diagnosis.curvature import BatchCurvature
@@ -69,7 +69,7 @@ def diagnose(
 
     Args:
         opt: an optimizer with a Gaussian posterior (`SLANG`, `OnlineEig`, `VOGN`, `FullGaussian`, `BBB`), or a fitted
-            `SLANGClassifier` or `SLANGRegressor`, which is looked at without a batch.
+            `SLANGClassifier` or `SLANGRegressor`, which takes rows and targets, as for `fit`, as its batch.
         batch: inputs and targets; curvature, shrinkage of sds and gradient noise need one. Inputs are a tensor, or a
             tuple (positional arguments) or dict (keyword arguments) of tensors. Take a large batch, at best all of the
             training set. Of more than 1024 examples, of large networks fewer, so many are chosen at random.
@@ -94,12 +94,12 @@ def diagnose(
     """
     _check(draws, seed, history)
     if not isinstance(opt, VariationalOptimizer):
-        if batch is not None or closure is not None:
+        if loss is not None or closure is not None:
             raise TypeError(
-                f"batch and closure need an optimizer, got {type(opt).__name__}. Of an estimator, pass its state_, and "
-                "the log-likelihood of its scaled inputs, to slangvi.diagnosis.diagnose_state."
+                f"loss and closure need an optimizer, got {type(opt).__name__}. An estimator knows its loss: pass rows "
+                "and targets alone, diagnose(estimator, (X, y))."
             )
-        return _of_estimator(opt, history, start)
+        return _of_estimator(opt, batch, history, start, draws, seed)
     if (batch is None) != (loss is None) or (batch is not None and closure is not None):
         raise TypeError(
             "give a batch together with its loss, e.g. diagnose(opt, (x, y), F.cross_entropy), or a closure."
@@ -109,9 +109,7 @@ def diagnose(
         if not hasattr(state, "precision"):
             raise TypeError(f"{run.name} has no Gaussian posterior to diagnose. Its predictions tell of it.")
         if batch is not None and loss is not None:
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                raise TypeError(f"batch must be a pair of inputs and targets, got {type(batch).__name__}.")
-            (x, y), reduced = batch, loss
+            (x, y), reduced = _pair(batch), loss
             closure = lambda: reduced(call(own.model, {}, x), y)  # noqa: E731
         if closure is not None:
             with _listening(run, closure, _most_rows(state) // min(draws, 2), seed) as gather:
@@ -169,13 +167,7 @@ def diagnose_state(
     lam, mean, begun = (_values(state, settings, x) for x in ("prior_precision", "prior_mean", "init_precision"))
     prior, curvature, known = Prior(lam, mean), None, _told(method, settings, info, history)
     if log_likelihood is not None:
-        model, rows = getattr(settings, "model", None), _most_rows(state) // min(draws, 2)
-        gatherer = RowGatherer(log_likelihood, FunctionalSettings(num_data=1, lr=0.1, model=model, curvature_rows=rows))
-
-        def gather(theta: Tensor) -> RowGroup:
-            generator = torch.Generator(theta.device).manual_seed(seed)
-            return gatherer.groups_at(state.spec, theta.unsqueeze(0), batch, generator)[0][0]
-
+        gather = _gather(state, log_likelihood, batch, getattr(settings, "model", None), draws, seed)
         curvature = _curvature(state, prior, settings, gather, draws, seed)
     if isinstance(settings, FunctionalSettings):
         schedule = settings.lr if settings.precision_lr is None else settings.precision_lr
@@ -183,18 +175,24 @@ def diagnose_state(
     return _report(state, prior, begun, start, known, curvature)
 
 
-def _of_estimator(fitted: Any, history: History | None, start: Mapping[str, Tensor] | None) -> Diagnosis:
+def _of_estimator(
+    fitted: Any, batch: Any, history: History | None, start: Mapping[str, Tensor] | None, draws: int, seed: int
+) -> Diagnosis:
     state: Any = getattr(fitted, "state_", None)
     if type(state) not in _FUNCTIONAL or not hasattr(fitted, "prior_precision"):
         raise TypeError(
             "opt must be one of slangvi's optimizers or a fitted estimator, got "
             f"{type(fitted).__name__}. For a state of the functional interface call slangvi.diagnosis.diagnose_state."
         )
-    lam = _values(state, fitted, "prior_precision")
+    lam, curvature = _values(state, fitted, "prior_precision"), None
     begun = None if fitted.init_precision == "auto" else _values(state, fitted, "init_precision")
     settings = GaussianSettings(num_data=round(fitted.n_samples_seen_), lr=0.1, temperature=float(fitted.temperature))
-    known = _told(type(fitted).__name__, settings, None, history)
-    return _report(state, Prior(lam, torch.zeros_like(lam)), begun, start, known)
+    prior, known = Prior(lam, torch.zeros_like(lam)), _told(type(fitted).__name__, settings, None, history)
+    if batch is not None:
+        log_likelihood, scaled = fitted.scaled_batch(*_pair(batch))
+        gather = _gather(state, log_likelihood, scaled, fitted.module_, draws, seed)
+        curvature = _curvature(state, prior, settings, gather, draws, seed)
+    return _report(state, prior, begun, start, known, curvature)
 
 
 def _told(method: str, settings: Any, info: Any, history: History | None) -> dict[str, Any]:
@@ -210,6 +208,12 @@ def _told(method: str, settings: Any, info: Any, history: History | None) -> dic
 def _values(state: Any, settings: Any, name: str) -> Tensor:
     """Return a setting as one number for each parameter, (P,)."""
     return per_parameter(name, getattr(settings, name), state.spec, state.loc, positive=name != "prior_mean")
+
+
+def _pair(batch: Any) -> Any:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise TypeError(f"batch must be a pair of inputs and targets, got {type(batch).__name__}.")
+    return batch
 
 
 def _check(draws: int, seed: int, history: Any) -> None:
@@ -258,6 +262,20 @@ def _left(schedule: Schedule, steps: int, warms_up: bool) -> float:
 def _most_rows(state: Any) -> int:
     """Return the number of rows to take at all draws together."""
     return min(MOST_ROWS, max(LEAST_ROWS, ENTRIES // int(state.spec.num_params)))
+
+
+def _gather(
+    state: Any, log_likelihood: LogLikelihood, batch: Any, model: nn.Module | None, draws: int, seed: int
+) -> Gather:
+    """Return a function from draws to rows of a log-likelihood."""
+    rows = _most_rows(state) // min(draws, 2)
+    gatherer = RowGatherer(log_likelihood, FunctionalSettings(num_data=1, lr=0.1, model=model, curvature_rows=rows))
+
+    def gather(theta: Tensor) -> RowGroup:
+        generator = torch.Generator(theta.device).manual_seed(seed)
+        return gatherer.groups_at(state.spec, theta.unsqueeze(0), batch, generator)[0][0]
+
+    return gather
 
 
 def _curvature(state: Any, prior: Prior, settings: Any, gather: Gather, draws: int, seed: int) -> BatchCurvature:
