@@ -247,14 +247,17 @@ def test_a_try_that_failed_keeps_no_memory():
     def attention(theta):
         return F.scaled_dot_product_attention(*theta.view(3, 1, 2, 4, 8)).sum()
 
+    def held():
+        gc.collect()
+        tensors = (x for x in gc.get_objects() if type(x) is torch.Tensor)
+        return {id(x) for x in tensors if torch._C._functorch.is_batchedtensor(x)}
+
     together, thetas = Together(), torch.randn(2, 192, requires_grad=True)
-    before = torch._C._functorch._is_vmap_fallback_enabled()
+    before, allows = held(), torch._C._functorch._is_vmap_fallback_enabled()
     assert together(attention, thetas, at_once=2).shape == (2,)
     assert not together.possible
-    assert torch._C._functorch._is_vmap_fallback_enabled() == before
-    gc.collect()
-    alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and torch._C._functorch.is_batchedtensor(x)]
-    assert alive == []
+    assert torch._C._functorch._is_vmap_fallback_enabled() == allows
+    assert held() <= before
 
 
 def test_a_try_that_failed_leaves_the_random_numbers_as_they_were():

@@ -342,7 +342,7 @@ def _report(
         layers = tuple(_layers(state, prior.precision.double(), variances, init_precision, begun))
         known["rank"] = None if hasattr(state, "prec_matrix") else len(getattr(state, "prec_factor", ()))
         if begun is not None:
-            known["moved"] = _root_mean_square((state.loc.double() - begun) / variances.sqrt())
+            known["moved"] = _length((state.loc.double() - begun) / variances.sqrt())
         if curvature is not None:
             _add_batch(known, curvature, variances)
         found = Diagnosis(
@@ -382,15 +382,15 @@ def _layers(
         yield Layer(
             name=name,
             size=len(sd),
-            stddev=_median(sd),
+            stddev=float(sd.median()),
             smallest=float(sd.min()),
             largest=float(sd.max()),
-            prior_stddev=_median(prior.rsqrt()),
-            ratio=_median(sd * prior.sqrt()),
-            signal_to_noise=_median(loc.abs() / sd),
+            prior_stddev=float(prior.rsqrt().median()),
+            ratio=float((sd * prior.sqrt()).median()),
+            signal_to_noise=float((loc.abs() / sd).median()),
             effective=float((1 - prior * variances[part]).sum()),
-            start_ratio=None if init_precision is None else _median(sd * init_precision[part].double().sqrt()),
-            moved=None if begun is None else _root_mean_square((loc - begun[part]) / sd),
+            start_ratio=None if init_precision is None else float((sd * init_precision[part].double().sqrt()).median()),
+            moved=None if begun is None else _length((loc - begun[part]) / sd),
         )
 
 
@@ -406,9 +406,6 @@ def _flat_start(start: Mapping[str, Tensor], state: Any) -> Tensor:
     return found
 
 
-def _median(values: Tensor) -> float:
-    return float(values.median())
-
-
-def _root_mean_square(values: Tensor) -> float:
+def _length(values: Tensor) -> float:
+    """Return the root mean square."""
     return float(values.square().mean().sqrt())

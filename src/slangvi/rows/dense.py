@@ -207,7 +207,7 @@ class Together:
             return found
         except torch.OutOfMemoryError:
             pass  # one draw at a time takes less, and the next batch may be smaller
-        except RuntimeError:  # what is wrong for a single draw as well will be said there
+        except (RuntimeError, UserWarning):  # what is wrong for a single draw as well will be said there
             self.possible = False
         torch.set_rng_state(before[0])
         if before[1] is not None:
