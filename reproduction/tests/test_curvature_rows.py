@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from helpers.scripts import ROOT, benchmark
 
 
 @pytest.fixture
 def script():
-    spec = importlib.util.spec_from_file_location("curvature_rows", ROOT / "reproduction/benchmarks/curvature_rows.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("curvature_rows")
 
 
 def test_the_page_shows_the_results(script):

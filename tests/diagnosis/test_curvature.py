@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slangvi.diagnosis import curvature as module
-from slangvi.diagnosis.curvature import BatchCurvature, rows_of_draws
+from slangvi.diagnosis.curvature import BatchCurvature
 from slangvi.errors import NumericalError
 from slangvi.params import ParamSpec
 from slangvi.priors import Prior
@@ -32,11 +32,11 @@ def rows_and_prior(draws, examples, size, seed=0, mixed=True):
 
 
 def curvature_of(rows, prior):
-    draws, examples, size = rows.shape
+    _, examples, size = rows.shape
     cut = size // 2
     spec = ParamSpec.of({"a": torch.zeros(cut), "b": torch.zeros(size - cut)})
     groups = [RowGroup(examples, {"a": Formed(r[:, :cut]), "b": Formed(r[:, cut:])}, r.sum(0)) for r in rows]
-    return BatchCurvature(rows_of_draws(spec, groups, rows.new_empty(0)), draws, N, prior)
+    return BatchCurvature(spec, groups, N, prior)
 
 
 def dense_of(rows):
@@ -158,7 +158,6 @@ def test_noise_scale_is_infinite_without_a_signal_and_shares_add_up():
 def test_rows_that_do_not_fit_are_formed_again_with_the_same_result(monkeypatch):
     rows, prior = rows_and_prior(2, 5, 40)
     kept = curvature_of(rows, prior)
-    monkeypatch.setattr(module, "KEPT", 0)
     monkeypatch.setattr(module, "FORMED", 10 * 8 * 7)  # seven columns at a time
     streamed = curvature_of(rows, prior)
     assert len(list(streamed._pieces())) > 4
@@ -174,8 +173,8 @@ def test_some_examples_that_stand_for_all_have_the_same_noise_and_the_curvature_
     def group(r, count, chosen):
         return RowGroup(count, {"w": Formed(r)}, r.sum(0), num_chosen=chosen)
 
-    plain = BatchCurvature(rows_of_draws(spec, [group(r, 6, None) for r in rows], rows.new_empty(0)), 2, N, prior)
-    some = BatchCurvature(rows_of_draws(spec, [group(r, 60, 6) for r in rows], rows.new_empty(0)), 2, N, prior)
+    plain = BatchCurvature(spec, [group(r, 6, None) for r in rows], N, prior)
+    some = BatchCurvature(spec, [group(r, 60, 6) for r in rows], N, prior)
     assert (plain.num_examples, some.num_examples) == (6, 60)
     torch.testing.assert_close(some.diagonal, plain.diagonal)
     assert some.noise().by_example == pytest.approx(plain.noise().by_example)

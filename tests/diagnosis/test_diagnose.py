@@ -425,18 +425,41 @@ def test_without_matplotlib_the_extra_is_named(report, monkeypatch):
         report.plot()
 
 
+def estimator(kind, **options):
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(2)).numpy()
+    given = {"hidden_layer_sizes": (4,), "rank": 2, "max_iter": 3, "prior_precision": 2.0, "random_state": 0} | options
+    y = x[:, 0] if kind == "SLANGRegressor" else (x[:, 0] > 0).astype(int)
+    return getattr(slangvi, kind)(**given).fit(x, y), x, y
+
+
 @pytest.mark.parametrize("kind", ["SLANGClassifier", "SLANGRegressor"])
-def test_a_fitted_estimator_is_looked_at_without_a_batch(kind):
-    x = torch.randn(40, 3).numpy()
-    fitted = getattr(slangvi, kind)(hidden_layer_sizes=(4,), rank=2, max_iter=3, prior_precision=2.0, random_state=0)
-    fitted.fit(x, (x[:, 0] > 0).astype(int))
+def test_a_fitted_estimator_is_looked_at(kind):
+    fitted, x, y = estimator(kind)
     report = slangvi.diagnose(fitted)
     assert (report.method, report.num_data, report.rank) == (kind, 40, 2)
     variances = fitted.posterior_.variance.double()
     assert report.effective_parameters == pytest.approx(float((1 - 2.0 * variances).sum()), abs=1e-4)
     assert report.layers[0].start_ratio is None  # "auto" chose it
-    with pytest.raises(TypeError, match=r"batch and closure need an optimizer, got SLANG.*diagnose_state"):
-        slangvi.diagnose(fitted, (x, x), F.mse_loss)
+    with pytest.raises(TypeError, match=r"loss and closure need an optimizer, got SLANG.*diagnose\(estimator"):
+        slangvi.diagnose(fitted, (x, y), F.mse_loss)
+    with pytest.raises(TypeError, match="batch must be a pair of inputs and targets, got ndarray"):
+        slangvi.diagnose(fitted, x)
+
+
+@pytest.mark.parametrize("kind", ["SLANGClassifier", "SLANGRegressor"])
+def test_rows_of_an_estimator_have_the_curvature_of_its_scaled_rows(kind):
+    fitted, x, y = estimator(kind)
+    report = slangvi.diagnose(fitted, (x, y), draws=2)
+    scaled = torch.from_numpy((x - x.mean(0)) / x.std(0)).float()
+    goal = torch.from_numpy(y) if kind == "SLANGClassifier" else torch.from_numpy((y - y.mean()) / y.std())[:, None]
+    likelihood = Categorical()
+    if kind == "SLANGRegressor":
+        likelihood = slangvi.Gaussian(float((y.std() / fitted.noise_std_) ** 2))
+    options = {"num_data": 40, "rank": 2, "lr": 0.1, "prior_precision": 2.0}
+    expected = diagnose_state(fitted.state_, likelihood.of(fitted.module_), (scaled, goal), draws=2, **options)
+    assert report.batch_examples == 40
+    for name in ("spectrum", "shrinkage", "gradient_noise"):
+        assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=1e-3, abs=1e-5), name
 
 
 # ---- what it refuses

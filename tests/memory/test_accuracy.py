@@ -57,6 +57,7 @@ def by_optimizer(model: nn.Module, x: Tensor, y: Tensor, rank: int, draws: int, 
 
 
 def by_function(model: nn.Module, x: Tensor, y: Tensor, rank: int, draws: int, **options: object) -> None:
+    options = {name: value for name, value in options.items() if name != "likelihood"}
     vi = slangvi.slang.build(
         slangvi.Categorical().of(model),
         num_data=1000,
@@ -110,6 +111,29 @@ def compare(name: str, interface: str, rank: int, draws: int, **options: object)
     ],
 )
 def test_the_plan_is_near_what_steps_take(name, interface, rank, draws, options):
+    assert BAND[0] <= compare(name, interface, rank, draws, **options) <= BAND[1]
+
+
+GGN = {"curvature": "ggn", "likelihood": "categorical"}
+FISHER = {"curvature": "fisher", "likelihood": "categorical"}
+
+
+@pytest.mark.parametrize(
+    ("name", "interface", "rank", "draws", "options"),
+    [
+        ("mlp", "optimizer", 8, 2, {**GGN, "curvature_rows": 8}),
+        ("mlp", "functional", 8, 1, {**GGN, "curvature_rows": 4}),
+        ("convnet", "optimizer", 2, 1, {**GGN, "curvature_rows": 4}),
+        ("encoder", "functional", 1, 1, {**FISHER, "curvature_rows": 4}),
+        ("encoder", "optimizer", 8, 1, FISHER),
+        ("mlp", "functional", 4, 2, {"projection": "em", "curvature_rows": 8}),
+        ("mlp", "optimizer", 4, 1, {"projection": "em"}),
+        ("convnet", "optimizer", 4, 1, {"projection": "em", "memory_limit": 2_000_000}),
+        ("encoder", "functional", 4, 2, {"projection": "em"}),
+        ("encoder", "optimizer", 4, 1, {**GGN, "projection": "em", "curvature_rows": 4}),
+    ],
+)
+def test_other_curvatures_and_projections_are_planned_too(name, interface, rank, draws, options):
     assert BAND[0] <= compare(name, interface, rank, draws, **options) <= BAND[1]
 
 

@@ -103,6 +103,5 @@ def test_the_batch_is_found_by_its_size_where_values_would_show_it(name):
     outputs = [x for x in tree_leaves(case.model(*case.args)) if isinstance(x, Tensor) and x.requires_grad]
     params = {name: case.model.get_parameter(name) for name in ParamSpec.of_module(case.model).names}
     settings = CompiledOptimizerSettings(num_data=1, lr=0.1)
-    found, _ = FakePlans(case.model, (case.args, None), None, settings).found
-    assert found is not None
+    (found,) = FakePlans(case.model, (case.args, None), None, None, settings).found.values()
     assert places(found) == places(make_plan(outputs, params, case.num_examples))

@@ -16,11 +16,13 @@ import reference
 import slangvi
 from slangvi import slang
 from slangvi.linalg import products
-from slangvi.methods.projection import LEAST_FREE, LEAST_PRIOR
+from slangvi.methods import projection
+from slangvi.methods.projection import LEAST_FREE, LEAST_PRIOR, ScaledEigenvectors
 from slangvi.params import ParamSpec
 from slangvi.priors import Prior
-from slangvi.rows import DenseGradients
+from slangvi.rows import DenseGradients, FactoredGradients
 from slangvi.schedules import Rate
+from slangvi.types import Routes
 
 NUM_DATA = 60.0
 LATE = slang.EIGENVECTOR_STEPS + 100
@@ -339,6 +341,35 @@ def test_strips_of_columns_make_no_difference(monkeypatch):
     monkeypatch.setattr(products, "_CACHED", 6)
     for one, other in zip(run(), whole, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_first_steps_form_some_columns_of_the_rows_at_a_time(joins, monkeypatch):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    opt = slangvi.SLANG(model, num_data=40, rank=2)
+    with opt.sampled_params(train=True):
+        F.cross_entropy(model(torch.randn(12, 3).double()), torch.arange(12) % 2).backward()
+    state, formed, real = replace(opt._state, prec_factor=randn(2, 50)), [], ScaledEigenvectors._scaled
+
+    def spied(self, part):
+        formed.append(part.rows.form().shape)
+        return real(self, part)
+
+    def run() -> Tensor:
+        gradients = FactoredGradients(opt._spec, opt._rows, state.loc, Routes(layers="factor"))
+        gradients.joins_runs = joins
+        options = {"prior": opt._hyper.prior(), "lr": Rate(0.1), "projection": "em"}
+        return precision_of(slang.update(state, gradients, num_data=40, **options)[0])
+
+    monkeypatch.setattr(ScaledEigenvectors, "_scaled", spied)
+    whole, widths = run(), {shape[1] for shape in formed}
+    monkeypatch.setattr(projection.factored, "CPU_ENTRIES", 12 * 6)
+    formed.clear()
+    torch.testing.assert_close(run(), whole)
+    assert max(widths) == 24  # a tensor at a time
+    assert {shape[0] for shape in formed} == {12}
+    assert max(shape[1] for shape in formed) == 8  # six fit, but the weights of an output stay together
 
 
 def test_it_is_not_captured_and_has_two_words():

@@ -24,6 +24,24 @@ def test_weights_are_a_draw_inside_and_the_mean_outside():
     assert torch.equal(mean, opt.posterior.mean)
 
 
+def test_weights_tried_while_a_run_is_inspected_leave_it_as_it_was():
+    model, x, y = model_and_data()
+    other, opt = train(make(copy.deepcopy(model)), x, y), train(make(model), x, y)
+    mean, grads = flat(model), [p.grad for p in model.parameters()]
+    with opt.inspect() as run:
+        assert (run.optimizer, run.name, run.exceeds_num_data) == (opt, "SLANG", False)
+        assert torch.equal(run.state.loc, mean)
+        assert torch.equal(run.init_precision, torch.ones_like(mean))
+        run.write(mean + 1)
+        assert torch.equal(flat(model), mean + 1)
+        F.cross_entropy(model(x), y).backward()
+    assert torch.equal(flat(model), mean)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    assert_identical(train(opt, x, y), train(other, x, y))
+    with opt.sampled_params(), pytest.raises(RuntimeError, match="the weights are a sample"), opt.inspect():
+        pass
+
+
 def test_draws_in_the_model_have_the_posterior_moments():
     model = nn.Linear(2, 1).double()
     opt = make(model, init_precision=4.0)

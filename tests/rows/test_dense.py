@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -236,6 +239,25 @@ def test_what_vmap_cannot_follow_goes_draw_by_draw():
         return -(batch["x"] @ params["w"] + params["b"]).square().sum(1)
 
     torch.testing.assert_close(found, per_example_gradients(plain, spec, thetas, batch).form())
+
+
+def test_a_try_that_failed_keeps_no_memory():
+    """Torch never gives back what an operator made whose warning became an error."""
+
+    def attention(theta):
+        return F.scaled_dot_product_attention(*theta.view(3, 1, 2, 4, 8)).sum()
+
+    def held():
+        gc.collect()
+        tensors = (x for x in gc.get_objects() if type(x) is torch.Tensor)
+        return {id(x) for x in tensors if torch._C._functorch.is_batchedtensor(x)}
+
+    together, thetas = Together(), torch.randn(2, 192, requires_grad=True)
+    before, allows = held(), torch._C._functorch._is_vmap_fallback_enabled()
+    assert together(attention, thetas, at_once=2).shape == (2,)
+    assert not together.possible
+    assert torch._C._functorch._is_vmap_fallback_enabled() == allows
+    assert held() <= before
 
 
 def test_a_try_that_failed_leaves_the_random_numbers_as_they_were():

@@ -480,7 +480,8 @@ def test_a_rule_that_gives_rows_of_all_examples_is_found_out():
         rows = meeting.delta * (x.detach() if meeting.operand == 1 else 1)
         return Formed(rows.flatten(1, -2).sum(1))
 
-    recorded(scaled_model(), torch.randn(M, T, D))
+    group, _ = recorded(scaled_model(), torch.randn(M, T, D))
+    assert kinds(group)["2.gain"] == "Formed"
 
 
 @pytest.mark.usefixtures("own_rules")

@@ -70,6 +70,25 @@ def test_classes_have_a_confusion_and_regressions_have_intervals(text, tmp_path)
     assert seen.tags.count("img") == 5
 
 
+def test_the_diagnosis_of_the_posterior_is_on_the_page_with_warnings_first(tmp_path):
+    model = fitted(houses(tmp_path / "houses.csv"), "price", epochs=30)
+    told, seen = model.record["diagnosis"], Seen(page(model)).text
+    assert {"rank", "shrinkage", "parameters", "gradient noise", "layers"} <= {x["name"] for x in told["findings"]}
+    assert told["summary"][0].startswith("SLANGRegressor after ")
+    assert all(sentence in seen for sentence in told["summary"])
+    assert all(finding["sentence"] in seen and finding["remedy"] in seen for finding in told["findings"])
+    assert all(cell in seen for row in told["table"] for cell in row)
+    assert [row[0] for row in told["table"]] == ["layer", "0.weight", "0.bias", "2.weight", "2.bias"]
+    told["findings"].append({"level": "warning", "name": "last", "sentence": "it is last.", "remedy": "Go on."})
+    assert page(model).index("it is last.") < page(model).index(told["findings"][0]["sentence"])
+
+
+def test_models_that_were_never_diagnosed_have_a_page_without_it(text, classification):
+    record = {name: value for name, value in classification.record.items() if name != "diagnosis"}
+    assert "Diagnosis" in text
+    assert "Diagnosis" not in page(replace(classification, record=record))
+
+
 def test_words_in_tables_stay_words_on_a_phone(text):
     """Cells may break anywhere, so without a least width a narrow window gives text a letter a line."""
     assert "td:not(.n),th:not(.n){min-width:" in text

@@ -5,27 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slangvi import checks
-from slangvi.diagnosis.curvature import BatchCurvature, rows_of_draws
+from slangvi.diagnosis.curvature import BatchCurvature
 from slangvi.diagnosis.findings import COVERED, judge
 from slangvi.diagnosis.history import History
 from slangvi.diagnosis.report import Diagnosis, Layer
 from slangvi.keywords import bind_settings
 from slangvi.methods import bbb, full, mean_field, slang
 from slangvi.methods.gather import RowGatherer
-from slangvi.optimizer import VariationalOptimizer
+from slangvi.optimizer import Inspection, VariationalOptimizer
 from slangvi.optimizer.groups import JOINED
 from slangvi.params.values import per_parameter
 from slangvi.predict.samples import call, evaluating
 from slangvi.priors import Prior
 from slangvi.rows import GradientRecorder, RowGroup
-from slangvi.schedules import rate_at, warmed_up
+from slangvi.schedules import Schedule, warmed_up
 from slangvi.settings import (
     CompiledSettings,
     CurvatureSettings,
@@ -41,45 +41,14 @@ __all__ = ["diagnose", "diagnose_state"]
 # Examples tell more than draws: draws are dropped first, down to two, which noise needs.
 ENTRIES, LEAST_ROWS, MOST_ROWS = 1 << 26, 128, 2048
 # State → name of the method, and the settings that its `build` takes.
-_FUNCTIONAL: dict[type, tuple[str, type[GaussianSettings]]] = {
+_FUNCTIONAL: dict[type, tuple[str, Any]] = {
     slang.State: ("slang", CompiledSettings),
     mean_field.State: ("mean_field", HessianSettings),
     full.State: ("full", HessianSettings),
     bbb.State: ("bbb", bbb.BBBSettings),
 }
-# A draw of the weights (P,) → rows of the batch there.
+# A draw of the weights (P,) → rows of the batch there, of the same examples at every draw.
 Gather = Callable[[Tensor], RowGroup]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """A run as far as it is known, whatever interface it is of; None for what is not known.
-
-    Args:
-        method: its name.
-        state: of a Gaussian method.
-        prior: λ and μ₀.
-        num_data: N.
-        temperature: of the likelihood.
-        init_precision: d at the start, (P,).
-        start_share: share of it that is left.
-        info: of the last step.
-        step_examples: examples of a step.
-        skipped: bad batches passed over.
-        exceeds_num_data: whether a batch was larger than N.
-    """
-
-    method: str
-    state: Any
-    prior: Prior
-    num_data: int
-    temperature: float
-    init_precision: Tensor | None = None
-    start_share: float | None = None
-    info: Any = None
-    step_examples: int | None = None
-    skipped: int = 0
-    exceeds_num_data: bool = False
 
 
 def diagnose(
@@ -100,7 +69,7 @@ def diagnose(
 
     Args:
         opt: an optimizer with a Gaussian posterior (`SLANG`, `OnlineEig`, `VOGN`, `FullGaussian`, `BBB`), or a fitted
-            `SLANGClassifier` or `SLANGRegressor`, which is looked at without a batch.
+            `SLANGClassifier` or `SLANGRegressor`, which takes rows and targets, as for `fit`, as its batch.
         batch: inputs and targets; curvature, shrinkage of sds and gradient noise need one. Inputs are a tensor, or a
             tuple (positional arguments) or dict (keyword arguments) of tensors. Take a large batch, at best all of the
             training set. Of more than 1024 examples, of large networks fewer, so many are chosen at random.
@@ -123,34 +92,33 @@ def diagnose(
         >>> print(report["moved"].sentence)
         no step was taken: the posterior is its start.
     """
-    draws, seed = checks.count("draws", draws), checks.count("seed", seed, least=0)
-    _check_history(history)
+    _check(draws, seed, history)
     if not isinstance(opt, VariationalOptimizer):
-        if batch is not None or closure is not None:
+        if loss is not None or closure is not None:
             raise TypeError(
-                f"batch and closure need an optimizer, got {type(opt).__name__}. Of an estimator, pass its state_, and "
-                "the log-likelihood of its scaled inputs, to slangvi.diagnosis.diagnose_state."
+                f"loss and closure need an optimizer, got {type(opt).__name__}. An estimator knows its loss: pass rows "
+                "and targets alone, diagnose(estimator, (X, y))."
             )
-        return _report(_of_estimator(opt), None, history, start)
-    own = opt._own()
-    own._sync()
-    run = _of_optimizer(own, history)
+        return _of_estimator(opt, batch, history, start, draws, seed)
     if (batch is None) != (loss is None) or (batch is not None and closure is not None):
         raise TypeError(
             "give a batch together with its loss, e.g. diagnose(opt, (x, y), F.cross_entropy), or a closure."
         )
-    if batch is not None and loss is not None:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise TypeError(f"batch must be a pair of inputs and targets, got {type(batch).__name__}.")
-        (x, y), reduced = batch, loss
-        closure = lambda: reduced(call(own.model, {}, x), y)  # noqa: E731
-    if closure is None:
-        return _report(run, None, history, start)
-    thetas = _draws(own, run, draws, seed)
-    with _listening(own, closure, _most_rows(run.state) // min(draws, 2), seed) as gather:
-        groups = _gathered(gather, thetas, _most_rows(run.state))
-    with own._exact():
-        return _report(run, groups, history, start)
+    with opt.inspect() as run:
+        own, state, settings, curvature = run.optimizer, run.state, run.optimizer.settings, None
+        if not hasattr(state, "precision"):
+            raise TypeError(f"{run.name} has no Gaussian posterior to diagnose. Its predictions tell of it.")
+        if batch is not None and loss is not None:
+            (x, y), reduced = _pair(batch), loss
+            closure = lambda: reduced(call(own.model, {}, x), y)  # noqa: E731
+        if closure is not None:
+            with _listening(run, closure, _most_rows(state) // min(draws, 2), seed) as gather:
+                curvature = _curvature(state, run.prior, settings, gather, draws, seed)
+        known = {"skipped": own.num_skipped, "exceeds_num_data": run.exceeds_num_data}
+        known |= _told(run.name, settings, own.info, history)
+        if isinstance(settings, CurvatureSettings):
+            known["start_share"] = _left_by_groups(run, history)
+        return _report(state, run.prior, run.init_precision, start, known, curvature)
 
 
 def diagnose_state(
@@ -187,8 +155,7 @@ def diagnose_state(
         >>> diagnose_state(state, **options).effective_parameters
         0.0
     """
-    draws, seed = checks.count("draws", draws), checks.count("seed", seed, least=0)
-    _check_history(history)
+    _check(draws, seed, history)
     if type(state) not in _FUNCTIONAL:
         raise TypeError(f"state must be that of a Gaussian method, got {type(state).__name__}.")
     if state.loc.ndim != 1:
@@ -197,85 +164,61 @@ def diagnose_state(
         raise TypeError("give log_likelihood and batch together, or neither.")
     method, kind = _FUNCTIONAL[type(state)]
     settings = bind_settings("diagnose_state", kind, **options)
-    like = state.loc
-    lam = per_parameter("prior_precision", settings.prior_precision, state.spec, like)
-    run = _Run(
-        method=method,
-        state=state,
-        prior=Prior(lam, per_parameter("prior_mean", settings.prior_mean, state.spec, like, positive=False)),
-        num_data=settings.num_data,
-        temperature=settings.temperature,
-        init_precision=per_parameter("init_precision", settings.init_precision, state.spec, like),
-        start_share=_left_by_schedule(settings, state.step) if isinstance(settings, FunctionalSettings) else None,
-        info=info,
-        step_examples=_examples_of(info, settings.mc_samples),
-    )
-    if log_likelihood is None:
-        return _report(run, None, history, start)
-    known = settings if isinstance(settings, FunctionalSettings) else FunctionalSettings(num_data=1, lr=0.1)
-    settings_of_rows = replace(
-        known, engine="factored", curvature_rows=_most_rows(state) // min(draws, 2), lr=0.1, precision_lr=None
-    )
-    gatherer, generator = RowGatherer(log_likelihood, settings_of_rows), torch.Generator(like.device)
-
-    def gather(theta: Tensor) -> RowGroup:
-        (group,), _ = gatherer.groups_at(state.spec, theta.unsqueeze(0), batch, generator.manual_seed(seed))
-        return group
-
-    thetas = state.precision.sample((draws,), generator.manual_seed(seed), like)
-    with _random_states_kept(like.device):
-        groups = _gathered(gather, thetas, _most_rows(state))
-    return _report(run, groups, history, start)
+    lam, mean, begun = (_values(state, settings, x) for x in ("prior_precision", "prior_mean", "init_precision"))
+    prior, curvature, known = Prior(lam, mean), None, _told(method, settings, info, history)
+    if log_likelihood is not None:
+        gather = _gather(state, log_likelihood, batch, getattr(settings, "model", None), draws, seed)
+        curvature = _curvature(state, prior, settings, gather, draws, seed)
+    if isinstance(settings, FunctionalSettings):
+        schedule = settings.lr if settings.precision_lr is None else settings.precision_lr
+        known["start_share"] = _left(schedule, state.step, settings.precision_warmup)
+    return _report(state, prior, begun, start, known, curvature)
 
 
-# ---- where a run comes from
-
-
-def _of_optimizer(own: VariationalOptimizer[Any, Any], history: History | None) -> _Run:
-    state, settings = own._state, own.settings
-    if not hasattr(state, "precision"):
-        raise TypeError(f"{type(own).__name__} has no Gaussian posterior to diagnose. Its predictions tell of it.")
-    has_start = "init_precision" in own.param_groups[0]
-    return _Run(
-        method=type(own).__name__,
-        state=state,
-        prior=own._hyper.prior(),
-        num_data=settings.num_data,
-        temperature=settings.temperature,
-        init_precision=own._hyper.per_parameter("init_precision") if has_start else None,
-        start_share=_left_by_groups(own, settings, history) if isinstance(settings, CurvatureSettings) else None,
-        info=own.info,
-        step_examples=_examples_of(own.info, settings.mc_samples),
-        skipped=own.num_skipped,
-        exceeds_num_data="small data" in own._warned,
-    )
-
-
-def _of_estimator(fitted: Any) -> _Run:
+def _of_estimator(
+    fitted: Any, batch: Any, history: History | None, start: Mapping[str, Tensor] | None, draws: int, seed: int
+) -> Diagnosis:
     state: Any = getattr(fitted, "state_", None)
     if type(state) not in _FUNCTIONAL or not hasattr(fitted, "prior_precision"):
         raise TypeError(
             "opt must be one of slangvi's optimizers or a fitted estimator, got "
             f"{type(fitted).__name__}. For a state of the functional interface call slangvi.diagnosis.diagnose_state."
         )
-    lam = per_parameter("prior_precision", fitted.prior_precision, state.spec, state.loc)
-    given = fitted.init_precision
-    return _Run(
-        method=type(fitted).__name__,
-        state=state,
-        prior=Prior(lam, torch.zeros_like(lam)),
-        num_data=round(fitted.n_samples_seen_),
-        temperature=float(fitted.temperature),
-        init_precision=None if given == "auto" else per_parameter("init_precision", given, state.spec, state.loc),
-    )
+    lam, curvature = _values(state, fitted, "prior_precision"), None
+    begun = None if fitted.init_precision == "auto" else _values(state, fitted, "init_precision")
+    settings = GaussianSettings(num_data=round(fitted.n_samples_seen_), lr=0.1, temperature=float(fitted.temperature))
+    prior, known = Prior(lam, torch.zeros_like(lam)), _told(type(fitted).__name__, settings, None, history)
+    if batch is not None:
+        log_likelihood, scaled = fitted.scaled_batch(*_pair(batch))
+        gather = _gather(state, log_likelihood, scaled, fitted.module_, draws, seed)
+        curvature = _curvature(state, prior, settings, gather, draws, seed)
+    return _report(state, prior, begun, start, known, curvature)
 
 
-def _examples_of(info: Any, mc_samples: int) -> int | None:
-    """Return the examples of the last step, each of which has a row at every draw."""
-    return None if info is None else max(1, info.num_rows // mc_samples)
+def _told(method: str, settings: Any, info: Any, history: History | None) -> dict[str, Any]:
+    """Return fields of a diagnosis that settings, the last step and its history tell."""
+    told = {"method": method, "num_data": settings.num_data, "temperature": settings.temperature}
+    told["curves"] = {} if history is None else history.curves
+    if info is not None:
+        told["step_examples"] = max(1, info.num_rows // settings.mc_samples)
+        told |= {name: getattr(info, name, None) for name in ("captured", "rank_used")}
+    return told
 
 
-def _check_history(history: Any) -> None:
+def _values(state: Any, settings: Any, name: str) -> Tensor:
+    """Return a setting as one number for each parameter, (P,)."""
+    return per_parameter(name, getattr(settings, name), state.spec, state.loc, positive=name != "prior_mean")
+
+
+def _pair(batch: Any) -> Any:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise TypeError(f"batch must be a pair of inputs and targets, got {type(batch).__name__}.")
+    return batch
+
+
+def _check(draws: int, seed: int, history: Any) -> None:
+    checks.count("draws", draws)
+    checks.count("seed", seed, least=0)
     if history is not None and not isinstance(history, History):
         raise TypeError(f"history must be a slangvi.History, got {type(history).__name__}.")
 
@@ -283,94 +226,85 @@ def _check_history(history: Any) -> None:
 # ---- memory of the start
 
 
-def _left_by_groups(own: VariationalOptimizer[Any, Any], settings: CurvatureSettings, history: History | None) -> float:
+def _left_by_groups(run: Inspection, history: History | None) -> float:
     """Estimate the share of the starting precision that is left: the largest of all groups.
 
     Where β follows a learning rate that has changed, it is taken as the mean of those recorded, or else of the first
     and the present one.
     """
-    shares = []
-    for group in own.param_groups:
+    groups, shares = run.optimizer.param_groups, []
+    for group in groups:
         beta = group.get("precision_lr")
         if beta is None:
             recorded = [rate for rate in history["lr"] if rate > 0] if history is not None else []
             ends = [float(group.get("initial_lr", group["lr"])), float(group["lr"])]
-            rates = recorded if recorded and len(own.param_groups) == 1 else ends
+            rates = recorded if recorded and len(groups) == 1 else ends
             beta = sum(rates) / len(rates)
-        shares.append(_left(float(beta), own._state.step - group.get(JOINED, 0), settings.precision_warmup))
+        steps, warms_up = run.state.step - group.get(JOINED, 0), run.optimizer.settings.precision_warmup
+        shares.append(_left(float(beta), steps, warms_up))
     return max(shares)
 
 
-def _left(beta: float, steps: int, warms_up: bool) -> float:
-    """Return Π(1 − βₜ) over steps with one β, which averages all it has seen at first where it warms up.
+def _left(schedule: Schedule, steps: int, warms_up: bool) -> float:
+    """Return Π(1 − βₜ) over steps.
 
     Example:
-        >>> _left(0.5, 3, warms_up=False), _left(0.25, 3, warms_up=True), _left(1.0, 1, warms_up=False)
-        (0.125, 0.25, 0.0)
+        >>> _left(0.5, 3, warms_up=False), _left(0.5, 3, warms_up=True), _left(1.0, 1, warms_up=False)
+        (0.125, 0.125, 0.0)
     """
-    if beta >= 1.0 and steps:
-        return 0.0
-    # While 1/(t+1) exceeds β the product telescopes to 1/(t+1).
-    averaging = min(steps, math.ceil(1 / beta) - 1) if warms_up and beta > 0 else 0
-    return float((1 - beta) ** (steps - averaging) / (averaging + 1))
-
-
-def _left_by_schedule(settings: FunctionalSettings, steps: int) -> float:
-    """Return Π(1 − βₜ) of schedules that are known."""
-    schedule, left = settings.lr if settings.precision_lr is None else settings.precision_lr, 1.0
-    for step in range(1, steps + 1):
-        beta = rate_at("precision_lr", schedule, step)
-        left *= 1.0 - (warmed_up(beta, step) if settings.precision_warmup else beta)
-    return left
+    rates = ((step, schedule(step) if callable(schedule) else schedule) for step in range(1, steps + 1))
+    return math.prod(1.0 - (warmed_up(beta, step) if warms_up else beta) for step, beta in rates)
 
 
 # ---- rows of a batch
 
 
-def _draws(own: VariationalOptimizer[Any, Any], run: _Run, draws: int, seed: int) -> Tensor:
-    """Return draws of the weights, (S, P), from a generator of their own."""
-    generator = torch.Generator(run.state.loc.device).manual_seed(seed)
-    with torch.no_grad(), own._exact():
-        thetas: Tensor = run.state.precision.sample((draws,), generator, run.state.loc)
-    return thetas
-
-
 def _most_rows(state: Any) -> int:
     """Return the number of rows to take at all draws together."""
-    size: int = state.spec.num_params
-    return min(MOST_ROWS, max(LEAST_ROWS, ENTRIES // size))
+    return min(MOST_ROWS, max(LEAST_ROWS, ENTRIES // int(state.spec.num_params)))
 
 
-def _gathered(gather: Gather, thetas: Tensor, most: int) -> list[RowGroup]:
-    """Return the rows of each draw, or of fewer draws if rows would be too many."""
-    groups = [gather(thetas[0])]
-    draws = min(len(thetas), max(2, most // groups[0].height))
-    return groups + [gather(theta) for theta in thetas[1:draws]]
-
-
-@contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """Put torch's random states back after the block, and let it differentiate."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-@contextmanager
-def _listening(
-    own: VariationalOptimizer[Any, Any], closure: Callable[[], Tensor], rows: int, seed: int
-) -> Iterator[Gather]:
-    """Yield a function from draws to rows; after the block model and optimizer are as they were."""
-    model, state, loc = own.model, own._state, own._state.loc
-    grads = [(param, param.grad) for param in model.parameters()]
-    unrecorded, generator = set(own._recorder.unrecorded), torch.Generator(loc.device)
-    recorder = GradientRecorder(model, state.spec, loc.dtype, curvature_rows=rows, generator=generator)
-    leaves = [param for group in own.param_groups for param in group["params"]]
-    is_mean = own.settings.loss_reduction == "mean"
+def _gather(
+    state: Any, log_likelihood: LogLikelihood, batch: Any, model: nn.Module | None, draws: int, seed: int
+) -> Gather:
+    """Return a function from draws to rows of a log-likelihood."""
+    rows = _most_rows(state) // min(draws, 2)
+    options: dict[str, Any] = {"model": model, "curvature": "ef", "curvature_rows": rows}
+    gatherer = RowGatherer(log_likelihood, FunctionalSettings(num_data=1, lr=0.1, **options))
 
     def gather(theta: Tensor) -> RowGroup:
-        own._write(theta)
-        generator.manual_seed(seed)  # the same examples at every draw
+        generator = torch.Generator(theta.device).manual_seed(seed)
+        return gatherer.groups_at(state.spec, theta.unsqueeze(0), batch, generator)[0][0]
+
+    return gather
+
+
+def _curvature(state: Any, prior: Prior, settings: Any, gather: Gather, draws: int, seed: int) -> BatchCurvature:
+    """Return the curvature of a batch at some draws, of which there are fewer if rows would be too many."""
+    device = state.loc.device
+    exact = torch.autocast(device.type, enabled=False)
+    with exact, torch.no_grad():
+        generator = torch.Generator(device).manual_seed(seed)
+        thetas = state.precision.sample((draws,), generator, state.loc)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        groups = [gather(thetas[0])]
+        groups += [gather(theta) for theta in thetas[1 : max(2, _most_rows(state) // groups[0].height)]]
+    with exact, torch.no_grad():
+        return BatchCurvature(state.spec, groups, settings.num_data / settings.temperature, prior)
+
+
+@contextmanager
+def _listening(run: Inspection, closure: Callable[[], Tensor], rows: int, seed: int) -> Iterator[Gather]:
+    """Yield a function from draws to rows of the loss that a closure returns."""
+    model, loc = run.optimizer.model, run.state.loc
+    generator = torch.Generator(loc.device)
+    recorder = GradientRecorder(model, run.state.spec, loc.dtype, curvature_rows=rows, generator=generator)
+    leaves = [param for group in run.optimizer.param_groups for param in group["params"]]
+
+    def gather(theta: Tensor) -> RowGroup:
+        run.write(theta)
+        generator.manual_seed(seed)
         with recorder.recording():
             value = closure()
             if recorder.has_passes or not isinstance(value, Tensor) or not value.requires_grad:
@@ -382,20 +316,13 @@ def _listening(
         for param in leaves:
             param.grad = None
         (group,) = recorder.collect()
-        return group.scaled(group.num_rows) if is_mean else group
+        return group.scaled(group.num_rows) if run.optimizer.settings.loss_reduction == "mean" else group
 
     try:
-        for param, _ in grads:
-            param.grad = None
-        with evaluating(model), _random_states_kept(loc.device):
+        with evaluating(model):
             yield gather
     finally:
         recorder.close()
-        own._write(loc)
-        for param, grad in grads:
-            param.grad = grad
-        own._recorder.unrecorded.clear()
-        own._recorder.unrecorded.update(unrecorded)
 
 
 # ---- numbers
@@ -403,90 +330,68 @@ def _listening(
 
 @torch.no_grad()
 def _report(
-    run: _Run,
-    groups: list[RowGroup] | None,
-    history: History | None,
+    state: Any,
+    prior: Prior,
+    init_precision: Tensor | None,
     start: Mapping[str, Tensor] | None,
+    known: dict[str, Any],
+    curvature: BatchCurvature | None = None,
 ) -> Diagnosis:
-    """Return the diagnosis of a run, and of the batch where rows of it were taken."""
-    state, prior = run.state, run.prior
-    variances = state.precision.inv_diag().double()
-    begun = None if start is None else _flat_start(start, state)
-    layers = tuple(_layers(run, variances, begun))
-    found = Diagnosis(
-        method=run.method,
-        step=state.step,
-        num_params=state.spec.num_params,
-        num_data=run.num_data,
-        temperature=run.temperature,
-        rank=_rank_of(state),
-        layers=layers,
-        kl=float(slang.kl_to_prior(state, prior)),
-        effective_parameters=sum(layer.effective for layer in layers),
-        captured=getattr(run.info, "captured", None),
-        start_share=run.start_share,
-        moved=None if begun is None else _root_mean_square((state.loc.double() - begun) / variances.sqrt()),
-        skipped=run.skipped,
-        step_examples=run.step_examples,
-        rank_used=getattr(run.info, "rank_used", None),
-        exceeds_num_data=run.exceeds_num_data,
-        curves={} if history is None else history.curves,
-    )
-    if groups is not None:
-        gradients = rows_of_draws(state.spec, groups, state.loc.new_empty(0))
-        curvature = BatchCurvature(gradients, len(groups), run.num_data / run.temperature, prior)
-        found = _with_batch(found, curvature, variances)
+    """Return the diagnosis of a state, given fields that it does not tell, and of a batch if its curvature is given."""
+    with torch.autocast(state.loc.device.type, enabled=False):
+        variances, begun = state.precision.inv_diag().double(), None if start is None else _flat_start(start, state)
+        layers = tuple(_layers(state, prior.precision.double(), variances, init_precision, begun))
+        known["rank"] = None if hasattr(state, "prec_matrix") else len(getattr(state, "prec_factor", ()))
+        if begun is not None:
+            known["moved"] = _length((state.loc.double() - begun) / variances.sqrt())
+        if curvature is not None:
+            _add_batch(known, curvature, variances)
+        found = Diagnosis(
+            step=state.step,
+            num_params=state.spec.num_params,
+            layers=layers,
+            kl=float(slang.kl_to_prior(state, prior)),
+            effective_parameters=sum(layer.effective for layer in layers),
+            **known,
+        )
     return replace(found, findings=judge(found))
 
 
-def _with_batch(found: Diagnosis, curvature: BatchCurvature, variances: Tensor) -> Diagnosis:
-    """Return the diagnosis with what a batch tells."""
-    count, noise = curvature.num_examples, curvature.noise()
-    is_whole = count >= found.num_data and curvature.height == count * curvature.num_draws
+def _add_batch(known: dict[str, Any], curvature: BatchCurvature, variances: Tensor) -> None:
+    """Add what a batch tells to fields of a diagnosis."""
+    count, noise, rank = curvature.num_examples, curvature.noise(), known["rank"]
+    is_whole = count >= known["num_data"] and curvature.height == count * curvature.num_draws
     coverage = 1.0 if is_whole else curvature.coverage()
-    shrinkage = faithful = None
     if coverage <= COVERED:
         reference = curvature.variances()
-        shrinkage, faithful = curvature.shrinkage(variances, reference), curvature.faithful_rank(reference)
-    return replace(
-        found,
-        captured=1.0 if found.rank is None else curvature.captured(found.rank),
-        enough_rank=curvature.enough_rank(),
-        faithful_rank=faithful,
-        shrinkage=shrinkage,
-        coverage=coverage,
-        spectrum=tuple(curvature.spectrum.tolist()),
-        gradient_noise=noise.scale,
-        draw_share=noise.draw_share(found.step_examples or count),
-        batch_examples=count,
-        exceeds_num_data=found.exceeds_num_data or count > found.num_data,
-    )
+        known["shrinkage"] = curvature.shrinkage(variances, reference)
+        known["faithful_rank"] = curvature.faithful_rank(reference)
+    known["exceeds_num_data"] = known.get("exceeds_num_data", False) or count > known["num_data"]
+    known["draw_share"] = noise.draw_share(known.get("step_examples") or count)
+    known |= {"gradient_noise": noise.scale, "batch_examples": count, "coverage": coverage}
+    known |= {"captured": 1.0 if rank is None else curvature.captured(rank), "enough_rank": curvature.enough_rank()}
+    known["spectrum"] = tuple(curvature.spectrum.tolist())
 
 
-def _layers(run: _Run, variances: Tensor, begun: Tensor | None) -> Iterator[Layer]:
-    state, lam = run.state, run.prior.precision.double()
-    stddev, loc = variances.sqrt(), state.loc.double()
+def _layers(
+    state: Any, lam: Tensor, variances: Tensor, init_precision: Tensor | None, begun: Tensor | None
+) -> Iterator[Layer]:
     for name, part in state.spec.slices.items():
-        sd = stddev[part]
+        sd, prior, loc = variances[part].sqrt(), lam[part], state.loc[part].double()
         if not len(sd):
             continue
-        start_ratio = moved = None
-        if run.init_precision is not None:
-            start_ratio = _median(sd * run.init_precision[part].double().sqrt())
-        if begun is not None:
-            moved = _root_mean_square((loc[part] - begun[part]) / sd)
         yield Layer(
             name=name,
             size=len(sd),
-            stddev=_median(sd),
+            stddev=float(sd.median()),
             smallest=float(sd.min()),
             largest=float(sd.max()),
-            prior_stddev=_median(lam[part].rsqrt()),
-            ratio=_median(sd * lam[part].sqrt()),
-            signal_to_noise=_median(loc[part].abs() / sd),
-            effective=float((1 - lam[part] * variances[part]).sum()),
-            start_ratio=start_ratio,
-            moved=moved,
+            prior_stddev=float(prior.rsqrt().median()),
+            ratio=float((sd * prior.sqrt()).median()),
+            signal_to_noise=float((loc.abs() / sd).median()),
+            effective=float((1 - prior * variances[part]).sum()),
+            start_ratio=None if init_precision is None else float((sd * init_precision[part].double().sqrt()).median()),
+            moved=None if begun is None else _length((loc - begun[part]) / sd),
         )
 
 
@@ -502,16 +407,6 @@ def _flat_start(start: Mapping[str, Tensor], state: Any) -> Tensor:
     return found
 
 
-def _rank_of(state: Any) -> int | None:
-    """Return L; None for a dense precision."""
-    if hasattr(state, "prec_matrix"):
-        return None
-    return len(state.prec_factor) if hasattr(state, "prec_factor") else 0
-
-
-def _median(values: Tensor) -> float:
-    return float(values.median())
-
-
-def _root_mean_square(values: Tensor) -> float:
+def _length(values: Tensor) -> float:
+    """Return the root mean square."""
     return float(values.square().mean().sqrt())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,10 @@ from slangvi.priors import Prior
 from slangvi.rows import FactoredGradients, RowGroup
 from slangvi.types import Routes
 
-__all__ = ["BatchCurvature", "GradientNoise", "rows_of_draws"]
+__all__ = ["BatchCurvature", "GradientNoise"]
 
-# Numbers of formed rows that are kept from one pass over them to the next; others are formed again.
-KEPT = 1 << 26
-# Bytes of rows that are formed at a time.
-FORMED = 1 << 27
+# Bytes of rows that are formed at a time, and kept for the next pass if they are all.
+FORMED = 1 << 28
 # An entry counts as informed by the data where its variance is below this share of the prior's.
 INFORMED = 0.9
 # A rank is enough where the typical standard deviation is at least this share of the reference.
@@ -47,14 +45,9 @@ class GradientNoise:
         return self.by_example / self.signal if self.signal > 0 else math.inf
 
     def draw_share(self, num_examples: int) -> float:
-        """Share of draws in the noise of a gradient of so many examples at one draw."""
+        """Return the share of draws in the noise of the gradient of some examples at one draw."""
         draws, whole = max(self.by_draw, 0.0), max(self.by_draw, 0.0) + self.by_example / num_examples
         return draws / whole if whole > 0 else 0.0
-
-
-def rows_of_draws(spec: ParamSpec, groups: list[RowGroup], like: Tensor) -> FactoredGradients:
-    """Return the rows of several draws as one operator that forms them some columns at a time."""
-    return FactoredGradients(spec, groups, like, Routes(layers="form", form_bytes=FORMED))
 
 
 class BatchCurvature:
@@ -63,25 +56,22 @@ class BatchCurvature:
     All that is computed goes through R×R matrices in float64, so that memory and time are linear in P.
 
     Args:
-        gradients: G, draw by draw, the examples of all draws in one order.
-        num_draws: S.
+        spec: layout of the parameters.
+        groups: rows of each draw, the examples of all draws in one order.
         num_data: N, divided by the temperature.
         prior: λ.
     """
 
-    def __init__(self, gradients: FactoredGradients, num_draws: int, num_data: float, prior: Prior) -> None:
-        self.num_draws, self.num_examples = num_draws, gradients.num_rows // num_draws
-        self.height = gradients.height
-        self._gradients, self._weight = gradients, math.sqrt(num_data / gradients.num_rows)
-        self._kept: list[tuple[slice, Tensor]] | None = None
-        if self.height * gradients.spec.num_params <= KEPT:
-            self._kept = list(self._pieces())
+    def __init__(self, spec: ParamSpec, groups: Sequence[RowGroup], num_data: float, prior: Prior) -> None:
+        like, routes = prior.precision.new_empty(0), Routes(layers="form", form_bytes=FORMED)
+        rows = self._rows = FactoredGradients(spec, groups, like, routes)
+        self.num_draws, self.num_examples, self.height = len(groups), rows.num_rows // len(groups), rows.height
+        self._weight = math.sqrt(num_data / rows.num_rows)
         self.prior = prior.precision.double().contiguous()
-        self._products = torch.zeros(self.height, self.height, dtype=torch.float64, device=self.prior.device)
-        squares = torch.empty_like(self.prior)
-        for columns, rows in self._pieces():
-            self._products += rows @ rows.mT
-            squares[columns] = rows.square().sum(0)
+        self._products, squares = self.prior.new_zeros(self.height, self.height), torch.empty_like(self.prior)
+        for columns, piece in self._pieces():
+            self._products += piece @ piece.mT
+            squares[columns] = piece.square().sum(0)
         if not bool(torch.isfinite(self._products).all()):
             raise NumericalError(
                 "gradients of the batch are not finite at draws from the posterior. Look for NaN or Inf in it, or for "
@@ -94,34 +84,29 @@ class BatchCurvature:
         self.spectrum = values.flip(0)[:size].clamp_min(0)
         self._vectors = vectors.flip(1)[:, :size]
 
-    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield A, some columns at a time, in float64."""
-        if self._kept is not None:
-            yield from self._kept
-            return
-        scale = self._weight * self._gradients.scale
-        for columns, rows in self._gradients.segments():
-            yield columns, rows.form().double() * scale
+    def _pieces(self, diag: Tensor | None = None, weights: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield B diag^(−1/2) for B = A, or B = WᵀA, some columns at a time, in float64."""
+        for columns, rows in self._rows.segments():
+            piece = rows.form().double() * (self._weight * self._rows.scale)
+            piece = piece if weights is None else weights.mT @ piece
+            yield columns, piece if diag is None else piece * diag[columns].rsqrt()
 
     def _gram(self, diag: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return B diag⁻¹ Bᵀ for B = A, or B = WᵀA."""
+        """Return B diag⁻¹ Bᵀ."""
         size = self.height if weights is None else weights.shape[1]
         found = diag.new_zeros(size, size)
-        for columns, rows in self._pieces():
-            mixed = (rows if weights is None else weights.mT @ rows) * diag[columns].rsqrt()
-            found += mixed @ mixed.mT
+        for _, piece in self._pieces(diag, weights):
+            found += piece @ piece.mT
         return found
 
     def _variances(self, diag: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the diagonal of (BᵀB + diag)⁻¹ for B = A, or B = WᵀA, by Woodbury's identity, (P,)."""
-        gram = self._gram(diag, weights)
-        cholesky = torch.linalg.cholesky(gram + torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
+        """Return the diagonal of (BᵀB + diag)⁻¹ by Woodbury's identity, (P,)."""
+        cholesky = torch.linalg.cholesky(_plus_one(self._gram(diag, weights)))
         found = torch.empty_like(diag)
-        for columns, rows in self._pieces():
-            mixed = (rows if weights is None else weights.mT @ rows) * diag[columns].rsqrt()
-            half = torch.linalg.solve_triangular(cholesky, mixed, upper=False)
+        for columns, piece in self._pieces(diag, weights):
+            half = torch.linalg.solve_triangular(cholesky, piece, upper=False)
             # Rounding must not take a variance below 1/diag(BᵀB + diag), which bounds it.
-            floor = 1.0 / (1.0 + mixed.square().sum(0))
+            floor = 1.0 / (1.0 + piece.square().sum(0))
             found[columns] = torch.maximum(1.0 - half.square().sum(0), floor) / diag[columns]
         return found
 
@@ -154,22 +139,16 @@ class BatchCurvature:
         if chosen < 4:
             return math.nan
         even = (torch.arange(self.height, device=self.prior.device) % chosen) % 2 == 0
-        gram = self._gram(self.prior)
-        ratios = []
+        gram, ratios = self._gram(self.prior), []
         for one, other in ((even, ~even), (~even, even)):
             a, b = self.height / int(one.sum()), self.height / int(other.sum())
-            own = a * gram[one][:, one]
-            solved = torch.linalg.solve(own + torch.eye(len(own), dtype=own.dtype, device=own.device), own)
-            cross = gram[other][:, one]
-            left = torch.linalg.solve(own + torch.eye(len(own), dtype=own.dtype, device=own.device), a * cross.mT)
-            foreign = b * (gram[other][:, other].diagonal().sum() - (cross * left.mT).sum())
-            known = float(solved.diagonal().sum())
-            ratios.append(float(foreign) / known if known > 0 else 1.0)
+            own, cross = a * gram[one][:, one], gram[other][:, one]
+            inside, across = torch.linalg.solve(_plus_one(own), torch.cat([own, a * cross.mT], 1)).tensor_split(
+                [len(own)], 1
+            )
+            foreign = b * (gram[other][:, other].trace() - (cross * across.mT).sum())
+            ratios.append(float(foreign / inside.trace()) if float(inside.trace()) > 0 else 1.0)
         return sum(ratios) / len(ratios)
-
-    def informed(self, variances: Tensor) -> Tensor:
-        """Tell which entries the data say something about, by variances or by the curvature's diagonal, (P,)."""
-        return torch.minimum(variances, 1.0 / self.diagonal) * self.prior < INFORMED
 
     def shrinkage(self, variances: Tensor, reference: Tensor) -> float:
         """Return the median ratio of standard deviations to the reference's over informed entries; 1 if there are none.
@@ -178,8 +157,9 @@ class BatchCurvature:
             variances: of the posterior, (P,).
             reference: see `variances`, (P,).
         """
-        there = self.informed(reference)
-        return float((variances[there] / reference[there]).sqrt().median()) if bool(there.any()) else 1.0
+        informed = torch.minimum(reference, 1.0 / self.diagonal) * self.prior < INFORMED
+        ratios = (variances[informed] / reference[informed]).sqrt()
+        return float(ratios.median()) if len(ratios) else 1.0
 
     def faithful_rank(self, reference: Tensor) -> int:
         """Return the smallest of 0, 1, 2, 4, … for which low rank plus diagonal keeps 80 % of the typical sd.
@@ -188,10 +168,9 @@ class BatchCurvature:
         """
         most, rank = int(self._vectors.shape[1]), 0
         while rank < most:
-            weights = self._vectors[:, :rank]
-            kept = torch.zeros_like(self.prior)
-            for columns, rows in self._pieces():
-                kept[columns] = (weights.mT @ rows).square().sum(0)
+            weights, kept = self._vectors[:, :rank], torch.zeros_like(self.prior)
+            for columns, piece in self._pieces(weights=weights):
+                kept[columns] = piece.square().sum(0)
             found = self._variances(torch.maximum(self.diagonal - kept, self.prior), weights)
             if self.shrinkage(found, reference) >= FAITHFUL:
                 return rank
@@ -202,10 +181,15 @@ class BatchCurvature:
         """Return the noise of the gradients of single examples; NaN for a single example."""
         draws, chosen = self.num_draws, self.height // self.num_draws
         # Rows that stand for more than their own example are longer by the root of that number.
-        raw = self._products / self._weight**2 * (self.height / self._gradients.num_rows)
+        raw = self._products / self._weight**2 * (self.height / self._rows.num_rows)
         own = torch.eye(chosen, dtype=torch.bool, device=raw.device).repeat(draws, draws)
         place = torch.arange(self.height, device=raw.device) // max(chosen, 1)
         same = place[:, None] == place
         squares, within = raw.diagonal().mean(), raw[same & ~own].mean()
         across = raw[~same & ~own].mean() if draws > 1 else within
         return GradientNoise(float(squares - within), float(within - across), float(across))
+
+
+def _plus_one(matrix: Tensor) -> Tensor:
+    """Return I + a matrix."""
+    return matrix + torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)

@@ -1,4 +1,4 @@
-"""Numbers of each step in bounded memory, and whether a series of them still falls, has settled, or rises."""
+"""Numbers of steps in bounded memory, and whether a series of them still falls, has settled, or rises."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from slangvi import checks
 __all__ = ["History", "Trend", "trend_of"]
 
 # A change between the last two thirds counts when it exceeds this many standard errors of the difference of their
-# medians, and this share of the spread of the whole series.
-ERRORS, SHARE = 4.0, 0.05
-# Fewer numbers than these are not judged.
-FEWEST = 12
+# medians, and this share of the spread of the whole series. Fewer numbers than `FEWEST` are not judged.
+ERRORS, SHARE, FEWEST = 4.0, 0.05, 12
 # Standard deviation over median absolute deviation, and standard error of a median over that of a mean, for normals.
 _MAD, _MEDIAN = 1.4826, 1.2533
 
@@ -43,8 +41,7 @@ class History:
     def __init__(self, capacity: int = 1024) -> None:
         self.capacity = checks.count("capacity", capacity, least=2)
         self._rows: list[tuple[int, dict[str, float]]] = []
-        self._stride, self._seen = 1, 0
-        self._last: tuple[int, dict[str, float]] | None = None
+        self._stride, self._seen, self._last = 1, 0, (-1, dict[str, float]())
 
     def __call__(self, numbers: Mapping[str, float], step: int) -> None:
         """Record the numbers that `slangvi.track` sends, without prefixes; of several groups the first counts."""
@@ -63,16 +60,15 @@ class History:
         """
         step = checks.count("step", step, least=0)
         found = {name: float(x.detach() if isinstance(x, Tensor) else x) for name, x in numbers.items()}
-        if self._last is not None and self._last[0] == step:
+        if self._last[0] == step:
             self._last[1].update(found)
             return
         self._last = step, found
+        if self._seen % self._stride == 0 and len(self) == self.capacity:
+            self._rows = self._rows[::2]
+            self._stride *= 2
         if self._seen % self._stride == 0:
-            if len(self._rows) == self.capacity:
-                self._rows = self._rows[::2]
-                self._stride *= 2
-            if self._seen % self._stride == 0:
-                self._rows.append(self._last)
+            self._rows.append(self._last)
         self._seen += 1
 
     def __len__(self) -> int:
@@ -139,12 +135,10 @@ def trend_of(values: list[float]) -> Trend:
     if math.isinf(last):
         return Trend("rising" if last > 0 else "falling", math.nan, math.nan, last)
     finite = [value for value in known if math.isfinite(value)]
-    steps = [b - a for a, b in pairwise(finite)]
-    middle = median(steps)
+    steps, ordered = [b - a for a, b in pairwise(finite)], sorted(finite)
+    middle, change = median(steps), last - before
     noise = _MAD * median(abs(step - middle) for step in steps) / math.sqrt(2)
-    ordered = sorted(finite)
     spread = ordered[int(0.95 * (len(ordered) - 1))] - ordered[int(0.05 * (len(ordered) - 1))]
     limit = max(ERRORS * _MEDIAN * noise * math.sqrt(2 / third), SHARE * spread)
-    change = last - before
     direction = "settled" if not abs(change) > limit else "rising" if change > 0 else "falling"
     return Trend(direction, change, noise, last)

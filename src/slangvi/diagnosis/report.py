@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["LEVELS", "Diagnosis", "Finding", "Layer"]
+__all__ = ["Diagnosis", "Finding", "Layer"]
 
-LEVELS = ("ok", "note", "warning")
 # Columns of the text, and those before a sentence.
 _WIDTH, _INDENT = 110, 9
 
@@ -147,31 +146,36 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Return a head line, the table of layers, and the findings with what to do about them."""
-        rank = "dense precision" if self.rank is None else f"rank {self.rank}"
-        share = self.effective_parameters / self.num_params
-        lines = [
-            f"{self.method} after {self.step:,} steps: {self.num_params:,} parameters, {rank}, N = {self.num_data:,}.",
-            f"Effective parameters {self.effective_parameters:,.1f} ({share:.1%}), KL to prior {self.kl:,.1f} nats.",
-            "",
-            *self._table(),
-            "",
-        ]
+        width = max(5, *(len(layer.name) for layer in self.layers))
+        lines = [*self.summary, ""]
+        lines += [f"{name:<{width}}" + "".join(f" {cell:>10}" for cell in cells) for name, *cells in self.table]
+        lines.append("")
         for finding in self.findings:
             lines.append(_wrapped(f"{finding.level:<{_INDENT}}", f"{finding.name}: {finding.sentence}"))
             if finding.remedy:
                 lines.append(_wrapped(" " * _INDENT, f"→ {finding.remedy}"))
         return "\n".join(lines)
 
-    def _table(self) -> list[str]:
-        width = max(5, *(len(layer.name) for layer in self.layers))
-        heads = ("size", "sd", "smallest", "largest", "prior sd", "ratio", "|mean|/sd", "effective", "moved")
-        lines = [f"{'layer':<{width}}" + "".join(f" {head:>10}" for head in heads)]
+    @property
+    def summary(self) -> tuple[str, str]:
+        """Two sentences: what it is a diagnosis of, and how much the data say."""
+        rank = "dense precision" if self.rank is None else f"rank {self.rank}"
+        share = self.effective_parameters / self.num_params
+        return (
+            f"{self.method} after {self.step:,} steps: {self.num_params:,} parameters, {rank}, N = {self.num_data:,}.",
+            f"Effective parameters {self.effective_parameters:,.1f} ({share:.1%}), KL to prior {self.kl:,.1f} nats.",
+        )
+
+    @property
+    def table(self) -> list[list[str]]:
+        """The table of layers as text, its head first."""
+        rows = [["layer", "size", "sd", "smallest", "largest", "prior sd", "ratio", "|mean|/sd", "effective", "moved"]]
         for layer in self.layers:
             numbers = (layer.stddev, layer.smallest, layer.largest, layer.prior_stddev, layer.ratio)
             cells = [f"{layer.size:,}", *(f"{x:.3g}" for x in (*numbers, layer.signal_to_noise))]
-            cells += [f"{layer.effective:.1f}", "–" if layer.moved is None else f"{layer.moved:.3g}"]
-            lines.append(f"{layer.name:<{width}}" + "".join(f" {cell:>10}" for cell in cells))
-        return lines
+            moved = "–" if layer.moved is None else f"{layer.moved:.3g}"
+            rows.append([layer.name, *cells, f"{layer.effective:.1f}", moved])
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as dicts, lists, numbers and strings for JSON; numbers that are not finite become None."""
@@ -188,9 +192,9 @@ class Diagnosis:
             import matplotlib.pyplot as plt
         except ImportError as error:
             raise ImportError("pictures need matplotlib: pip install 'slangvi[plot]'") from error
-        drawn = [self._draw_layers]
-        drawn += [self._draw_spectrum] if self.spectrum else []
-        drawn += [self._draw_curves] if {"loss", "kl"} & self.curves.keys() else []
+        drawn = [self._draw_layers, self._draw_spectrum, self._draw_curves]
+        known = [True, bool(self.spectrum), bool({"loss", "kl"} & self.curves.keys())]
+        drawn = [draw for draw, is_known in zip(drawn, known, strict=True) if is_known]
         figure, axes = plt.subplots(1, len(drawn), figsize=(4.2 * len(drawn), 3.4), layout="constrained", squeeze=False)
         for draw, ax in zip(drawn, axes[0], strict=True):
             draw(ax)
@@ -201,13 +205,13 @@ class Diagnosis:
 
     def _draw_layers(self, ax: Axes) -> None:
         """Draw the range and median of each layer's sd over the prior's."""
-        places = range(len(self.layers))
+        places = list(range(len(self.layers)))
         for place, layer in zip(places, self.layers, strict=True):
             ends = [layer.smallest / layer.prior_stddev, layer.largest / layer.prior_stddev]
             ax.plot(ends, [place, place], color="0.6", lw=2)
-        ax.plot([layer.ratio for layer in self.layers], list(places), "o", ms=5)
+        ax.plot([layer.ratio for layer in self.layers], places, "o", ms=5)
         ax.axvline(1.0, color="0.3", lw=1, ls="--")
-        ax.set_yticks(list(places), [layer.name for layer in self.layers])
+        ax.set_yticks(places, [layer.name for layer in self.layers])
         ax.invert_yaxis()
         ax.set(xscale="log", xlabel="posterior sd / prior sd")
 
@@ -221,9 +225,8 @@ class Diagnosis:
 
     def _draw_curves(self, ax: Axes) -> None:
         """Draw loss and KL over steps."""
-        for name in ("loss", "kl"):
-            if name in self.curves:
-                ax.plot(self.curves["step"], self.curves[name], lw=1.2, label=name)
+        for name in [name for name in ("loss", "kl") if name in self.curves]:
+            ax.plot(self.curves["step"], self.curves[name], lw=1.2, label=name)
         ax.set(xlabel="step", ylabel="nats")
         ax.legend(fontsize=8)
 

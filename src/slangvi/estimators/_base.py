@@ -27,6 +27,7 @@ from slangvi.estimators._training import AutoRates, Patience, Rows, Training, re
 from slangvi.estimators.data import Array, Scale, held_out
 from slangvi.estimators.network import check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.keywords import document_fields
+from slangvi.likelihoods import Categorical, OutputLogLikelihood
 from slangvi.methods import slang
 from slangvi.predict.samples import drawn_in_chunks
 
@@ -49,6 +50,19 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         """The Gaussian over the weights of `module_`, for scaled inputs: `slangvi.predictive_samples` takes both."""
         check_is_fitted(self)
         return slang.posterior(self.state_)
+
+    def scaled_batch(self, X: Any, y: Any) -> tuple[OutputLogLikelihood, tuple[Tensor, Tensor]]:
+        """Return the log-likelihood of the weights, and rows as it takes them: (params, batch) → (n,).
+
+        Args:
+            X: rows, (n, D).
+            y: labels or targets, as for `fit`.
+        """
+        check_is_fitted(self)
+        X, y = validate_data(self, X, y, dtype=_FLOATS, reset=False, **self._y_checks)
+        rows = self._rows(X, y, np.ones(len(X)), torch.Generator(), first=False)
+        likelihood = Categorical() if self._last_noise is None else self._last_noise
+        return likelihood.of(self.module_), (rows.x, rows.y)
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "state_")

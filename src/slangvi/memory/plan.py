@@ -10,8 +10,9 @@ from typing import Any, Literal
 from torch import nn
 
 from slangvi import checks
+from slangvi.likelihoods import Likelihood, likelihood_named
 from slangvi.memory.fake import fake_memory
-from slangvi.memory.step import CHECK, FakePlans, FakeRun, Loss
+from slangvi.memory.step import CHECK, FIRST_UPDATE, FakePlans, FakeRun, Loss
 from slangvi.out_of_memory import human
 from slangvi.settings import CompiledOptimizerSettings, CompiledSettings
 
@@ -32,7 +33,7 @@ class MemoryPlan:
 
     Args:
         peak_in: what the step does at that moment.
-        later_peak: peak of a later step, which does not check per-example gradients.
+        later_peak: peak of a later step, which does not check per-example gradients or begin with eigenvectors.
         between_steps: what stays between steps.
         guesses: how often the model asked for a value (`item()`, `if tensor:`) that had to be made up.
         num_params: P.
@@ -98,7 +99,10 @@ def estimate_memory(
     engine: str = "factored",
     memory_limit: int | None = None,
     verify: bool = True,
-    curvature_rows: int | Literal["auto"] | None = None,
+    curvature_rows: int | Literal["auto"] | None = "auto",
+    curvature: str = "auto",
+    projection: str = "auto",
+    likelihood: str | Likelihood | None = None,
     loss: Loss | None = None,
 ) -> MemoryPlan:
     """Return the bytes that training steps of SLANG will take, without spending them.
@@ -124,6 +128,9 @@ def estimate_memory(
         memory_limit: likewise.
         verify: likewise.
         curvature_rows: likewise.
+        curvature: likewise; "ggn" and "fisher" need a likelihood, and in the functional interface a target.
+        projection: likewise.
+        likelihood: "categorical", "bernoulli", "gaussian" or a `Likelihood`, which "auto" decides by.
         loss: (output, target) → loss, one number or one for each example; None takes something of the size of a
             cross-entropy over the last dimension.
 
@@ -144,9 +151,12 @@ def estimate_memory(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the module itself.")
     options: dict[str, Any] = {"rank": rank, "mc_samples": mc_samples, "engine": engine, "memory_limit": memory_limit}
     options |= {"num_data": 1, "lr": 0.1, "verify": verify, "curvature_rows": curvature_rows}
-    is_optimizer = interface == "optimizer"
-    settings = CompiledOptimizerSettings(**options) if is_optimizer else CompiledSettings(**options, model=model)
-    run = (model, batch, loss, settings)
+    options |= {"curvature": curvature, "projection": projection}
+    settings: Any = CompiledOptimizerSettings(**options, likelihood=likelihood)  # asks for a likelihood where it must
+    if interface == "functional":
+        settings = CompiledSettings(**options, model=model)
+    settings = settings.for_likelihood(None if likelihood is None else likelihood_named(likelihood))
+    run = (model, batch, loss, likelihood, settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # training will show them
         plans = FakePlans(*run)
@@ -160,7 +170,7 @@ def estimate_memory(
     return MemoryPlan(
         **{item.name: parts[item.name] for item in fields(MemoryPlan) if "part" in item.metadata},
         peak_in=phase,
-        later_peak=max(peak for name, (peak, _) in memory.peaks.items() if name != CHECK[0]),
+        later_peak=max(peak for name, (peak, _) in memory.peaks.items() if name not in (CHECK[0], FIRST_UPDATE[0])),
         between_steps=between_steps,
         guesses=memory.guesses,
         num_params=fake.spec.num_params,

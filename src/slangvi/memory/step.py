@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from slangvi.divergence import step_length
 from slangvi.errors import UnsupportedModuleError
+from slangvi.likelihoods import Likelihood, likelihood_named
 from slangvi.linalg import products
 from slangvi.memory.fake import FakeMemory, fake_memory
 from slangvi.methods import slang
@@ -29,9 +30,9 @@ from slangvi.rows.nodes import walk
 from slangvi.rows.operator import GradientOperator
 from slangvi.rows.recorder import check_sums
 from slangvi.schedules import Rate
-from slangvi.settings import CompiledOptimizerSettings, CompiledSettings
+from slangvi.settings import CompiledOptimizerSettings, CompiledSettings, LogLikelihood
 
-__all__ = ["CHECK", "FakePlans", "FakeRun", "Loss"]
+__all__ = ["CHECK", "FIRST_UPDATE", "FakePlans", "FakeRun", "Loss"]
 
 # (output, target) → one number, or one for each example.
 Loss = Callable[[Any, Any], Tensor]
@@ -40,9 +41,11 @@ Settings = CompiledOptimizerSettings | CompiledSettings
 DRAW = ("a draw of the weights", "draws")
 PASS = ("forward and backward", "activations")
 COLLECT = ("collecting per-example gradients", "captured")
+OWN_PASS = ("a pass of the likelihood's curvature", "activations")
 CHECK = ("a check of per-example gradients", "rows")
 FORM = ("the update", "rows")
 UPDATE = ("the update", "temporaries")
+FIRST_UPDATE = ("an update of the first steps", "temporaries")
 # Examples whose number, a prime, is no other dimension of a model.
 MANY = 10_007
 # Slices of a long vector that are gone through; their temporaries are that much smaller than the vector.
@@ -52,7 +55,15 @@ MOST_SLICES = 64
 class FakeRun:
     """A fake copy of a model and of a batch, as given to `slangvi.estimate_memory`, with one step on them."""
 
-    def __init__(self, memory: FakeMemory, model: nn.Module, batch: Any, loss: Loss | None, settings: Settings) -> None:
+    def __init__(
+        self,
+        memory: FakeMemory,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss | None,
+        likelihood: str | Likelihood | None,
+        settings: Settings,
+    ) -> None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.device = torch.device("cpu") if device.type == "meta" else device
         self.memory, self.loss, self.settings = memory, loss, settings
@@ -63,23 +74,37 @@ class FakeRun:
         self.num_examples = _num_examples(self.inputs)
         self.spec = ParamSpec.of_module(self.model)
         self.params = {name: self.model.get_parameter(name) for name in self.spec.names}
+        self.log_likelihood: LogLikelihood = self._negative_losses
+        if settings.curvature != "ef" and likelihood is not None:
+            self.log_likelihood = likelihood_named(likelihood).on(self.outputs)
+        names = ("rank", "memory_limit", "verify", "curvature_rows", "curvature")
+        options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        self.gatherer = RowGatherer(self.log_likelihood, CompiledSettings(num_data=1, lr=0.1, model=model, **options))
 
     def take_step(self, plans: Plans) -> int:
         """Take one step, and return the bytes that stay when it is done."""
-        memory, is_optimizer = self.memory, isinstance(self.settings, CompiledOptimizerSettings)
-        steps = slang.EIGENVECTOR_STEPS + 2 * self.settings.rank  # as many as the projection asks for wait for it
-        state = replace(slang.init(self.params, self.settings.rank), spec=self.spec, step=steps)
+        memory, settings, own_pass = self.memory, self.settings, self.gatherer.own_pass
+        is_optimizer = isinstance(settings, CompiledOptimizerSettings)
+        state = replace(slang.init(self.params, settings.rank), spec=self.spec)
         memory.label([state.prec_factor], "factor")
         prior = Prior(*(per_parameter(name, 1.0, self.spec, state.loc) for name in ("prior_precision", "prior_mean")))
+        self.gatherer.plans = plans
+        if own_pass is not None:
+            own_pass.plans = plans
         gather = self._gather_by_optimizer if is_optimizer else self._gather_by_function
-        kept, gradients = gather(state, plans)
+        kept, gradients = gather(state)
+        options: dict[str, Any] = {"in_place": is_optimizer, "projection": settings.projection, "num_data": 1}
+        options |= {"prior": prior, "lr": Rate(0.1), "longest": None if own_pass is None else 1.0}
+        # Factor analysis begins by another projection; later, directions that the rows did not fill may wait for it.
+        later = slang.EIGENVECTOR_STEPS + 2 * settings.rank
+        phases = [(UPDATE, later)] if settings.projection == "eig" else [(FIRST_UPDATE, 0), (UPDATE, later)]
         with torch.autocast(self.device.type, enabled=False), torch.no_grad():
-            with memory.phase(*UPDATE, condition=False), _few_slices(self.spec.num_params, state.prec_factor.shape[0]):
-                # No iteration converges; the mean before the step is kept, as every few steps, to measure its length.
-                before = replace(state, loc=state.loc.clone()) if is_optimizer else state
-                options: dict[str, Any] = {"in_place": is_optimizer, "projection": self.settings.projection}
-                new, info = slang.update(state, gradients, num_data=1, prior=prior, lr=Rate(0.1), **options)
-                step_length(before, new, prior, 0.1, 0.9)
+            for phase, step in phases:
+                with memory.phase(*phase, condition=False), _few_slices(self.spec.num_params, settings.rank):
+                    # No iteration converges. The mean before is kept, as every few steps, to measure the step's length.
+                    before = replace(state, loc=state.loc.clone()) if is_optimizer else state
+                    new, info = slang.update(replace(state, step=step), gradients, **options)
+                    step_length(before, new, prior, 0.1, 0.9)
             factors = {"blocks", "groups", "_plan"}
             formed = {name: value for name, value in vars(gradients).items() if name not in factors}
             memory.label(tensors_in(formed), "rows", of=UPDATE[1])  # for both passes over the segments
@@ -88,40 +113,44 @@ class FakeRun:
         assert info.step  # the new state stays, and what is known about the step
         return memory.live
 
-    def _gather_by_optimizer(self, state: slang.State, plans: Plans) -> tuple[Any, GradientOperator]:
+    def _draw(self, state: slang.State, sample_shape: tuple[int, ...]) -> Tensor:
+        """Return draws, (*sample_shape, P), as in first steps, which by the likelihood's curvature are narrower."""
+        with self.memory.phase(*DRAW), torch.autocast(self.device.type, enabled=False), torch.no_grad():
+            drawn = state.precision.sample(sample_shape, None, state.loc)
+            return drawn if self.gatherer.own_pass is None else torch.lerp(state.loc, drawn, 0.5)
+
+    def _gather_by_optimizer(self, state: slang.State) -> tuple[Any, GradientOperator]:
         """Return the rows of a pass for each draw, and what they are made from, which the optimizer keeps."""
-        memory, settings, groups = self.memory, self.settings, list[RowGroup]()
-        chosen = settings.rows_of_pass(self.spec.num_params)
-        recorder = GradientRecorder(self.model, self.spec, state.loc.dtype, verify=False, curvature_rows=chosen)
-        recorder.plans = plans
+        memory, settings, own_pass, groups = self.memory, self.settings, self.gatherer.own_pass, list[RowGroup]()
+        options: dict[str, Any] = {"curvature_rows": settings.rows_of_pass(self.spec.num_params), "own_pass": own_pass}
+        verify = settings.verify and own_pass is not None
+        recorder = GradientRecorder(self.model, self.spec, state.loc.dtype, verify=verify, **options)
+        recorder.plans = self.gatherer.plans
         for _ in range(settings.mc_samples):
-            with memory.phase(*DRAW), torch.autocast(self.device.type, enabled=False), torch.no_grad():
-                state.precision.sample((), None, state.loc)
+            self._draw(state, ())
             with memory.phase(*PASS), recorder.recording():
                 self.model.zero_grad()
                 self.losses().mean().backward()
             memory.label((p.grad for p in self.params.values()), "gradients")
-            with memory.phase(*COLLECT):
+            with memory.phase(*(COLLECT if own_pass is None else OWN_PASS)):
                 groups += recorder.collect()
             self._label_kept(groups[-1])
             if settings.verify and groups[-1].num_chosen is None:
                 assert groups[-1].total is not None
                 with memory.phase(*CHECK):
                     check_sums(self.spec, groups[-1].blocks, groups[-1].total, math.inf)
-        recorder.close()
         with memory.phase(*FORM):  # rows of several draws are put together
+            if own_pass is not None:
+                groups = recorder.with_changed_gradient(groups, False)
+            recorder.close()
             return groups, FactoredGradients(self.spec, groups, state.loc, settings.routes_within_limit)
 
-    def _gather_by_function(self, state: slang.State, plans: Plans) -> tuple[Any, GradientOperator]:
+    def _gather_by_function(self, state: slang.State) -> tuple[Any, GradientOperator]:
         """Return the rows at all draws, and the draws."""
         settings = self.settings
         assert isinstance(settings, CompiledSettings)
-        with self.memory.phase(*DRAW):
-            thetas = state.precision.sample((settings.mc_samples,), None, state.loc)
-        gather = dense_gatherer(self.log_likelihood, settings.memory_limit)
-        if settings.reads_graph:
-            gather = rows = RowGatherer(self.log_likelihood, settings)
-            rows.plans = plans
+        thetas = self._draw(state, (settings.mc_samples,))
+        gather = self.gatherer if settings.reads_graph else dense_gatherer(self.log_likelihood, settings.memory_limit)
         with self.memory.phase(*PASS):
             gradients, _ = gather(self.spec, thetas, (self.inputs, self.target), None)
         self._label_kept(RowGroup(0, getattr(gradients, "blocks", {})))
@@ -138,17 +167,29 @@ class FakeRun:
         """Call the model, at other parameters than its own if they are given."""
         args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-        return functional_call(self.model, dict(params or {}), args, kwargs)
+        with self._explained():
+            return functional_call(self.model, dict(params or {}), args, kwargs)
 
-    def losses(self, params: Params | None = None, batch: Any = None) -> Tensor:
+    def losses(self) -> Tensor:
         """Return the loss of each example, (M,)."""
-        inputs, target = batch or (self.inputs, self.target)
-        count = _num_examples(inputs)  # of one example at a time with the dense engine
-        try:
-            output = self.outputs(params, inputs)
+        return self.losses_of(self.outputs(None, self.inputs), self.target, self.num_examples)
+
+    def _negative_losses(self, params: Params, batch: Any) -> Tensor:
+        inputs, target = batch
+        return -self.losses_of(self.outputs(params, inputs), target, _num_examples(inputs))  # dense: of one at a time
+
+    def losses_of(self, output: Any, target: Any, count: int) -> Tensor:
+        """Return the loss of each example, (M,), given the output of the model."""
+        with self._explained():
             values = _cross_entropies(output, count) if self.loss is None else [self.loss(output, target)]
             torch.clear_autocast_cache()  # as at the end of a loop's own autocast block
             return torch.stack([v.flatten(1).sum(1) if v.ndim > 1 else v.expand(count) for v in values]).sum(0)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say what to do about errors of the model and of the loss."""
+        try:
+            yield
         except UnsupportedModuleError:
             raise
         except Exception as error:
@@ -160,33 +201,31 @@ class FakeRun:
                 "small batch and read torch.cuda.max_memory_allocated()."
             ) from error
 
-    def log_likelihood(self, params: Params, batch: Any) -> Tensor:
-        """Return the negative loss of each example, (M,)."""
-        return -self.losses(params, batch)
-
-    def find_plan(self) -> tuple[Plan, int]:
-        """Return the plan of the model's graph for `MANY` examples, and the number of its nodes."""
+    def find_plans(self) -> Iterator[tuple[int, Plan]]:
+        """Yield the number of nodes and the plan of each graph that is read, for `MANY` examples."""
 
         def enlarge(x: Any) -> Any:
             has_batch = isinstance(x, Tensor) and x.ndim and len(x) == self.num_examples
             return x.new_empty(MANY, *x.shape[1:]) if has_batch else x
 
-        batch, params = tree_map(enlarge, (self.inputs, self.target)), dict[str, Tensor](self.params)
-        if isinstance(self.settings, CompiledSettings):
-            gather = RowGatherer(self.log_likelihood, self.settings)
-            theta = torch.empty(self.settings.mc_samples, self.spec.num_params)
-            is_shared = gather.shares_pass(theta, (self.inputs, self.target))
-            params = gather.params_at(self.spec, theta if is_shared else theta[0])
-            found = [gather.values_at(params, batch, is_shared)]
-        else:
-            found = tree_leaves(self.outputs(None, batch[0]))
-        outputs = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
+        batch, draws = tree_map(enlarge, (self.inputs, self.target)), self.settings.mc_samples
+        theta, gather = torch.empty(draws, self.spec.num_params), self.gatherer
+        if isinstance(self.settings, CompiledOptimizerSettings) or gather.own_pass is not None:
+            yield self._plan_of(self.outputs(None, batch[0]), self.params)
+            return
+        for is_shared in {False, gather.shares_pass(theta, (self.inputs, self.target))}:  # vmap may fail to follow
+            with suppress(Exception):
+                params = gather.params_at(self.spec, theta if is_shared else theta[0])
+                yield self._plan_of(gather.values_at(params, batch, is_shared), params)
+
+    def _plan_of(self, found: Any, params: Mapping[str, Tensor]) -> tuple[int, Plan]:
+        outputs = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.requires_grad]
         with self.memory.phase(*CHECK, condition=True):
-            return make_plan(outputs, params, MANY), len(walk(outputs))
+            return len(walk(outputs)), make_plan(outputs, params, MANY)
 
 
 class FakePlans(Plans):
-    """The plan of a model's graph, found without values; build it outside of `fake_memory`.
+    """The plans of a model's graphs, found without values; build it outside of `fake_memory`.
 
     With values the batch is found by what single examples do. Here it is found by its size: the model is called on
     `MANY` examples. One that insists on its number of examples gets a plan that may mistake a dimension. The arguments
@@ -195,17 +234,17 @@ class FakePlans(Plans):
 
     def __init__(self, *run: Any) -> None:
         super().__init__(verify=run[-1].verify, by_definition=run[-1].engine == "dense")
-        self.found: tuple[Plan | None, int] = None, 0
+        self.found: dict[int, Plan] = {}  # by the number of nodes
         self.is_due = True
         with suppress(Exception), fake_memory() as self.memory:
-            self.found = FakeRun(self.memory, *run).find_plan()
+            self.found.update(FakeRun(self.memory, *run).find_plans())
 
     def find(
         self, nodes: Any, structure: Any, outputs: Any, params: Mapping[str, Tensor], num_examples: int
     ) -> Plan | None:
         """Return the plan, after passes like those that make one."""
-        plan, num_nodes = self.found
-        if plan is None or num_nodes != len(nodes) or self.by_definition:
+        plan = self.found.get(len(nodes))
+        if plan is None or self.by_definition:
             with self.memory.phase(*CHECK, condition=True):
                 return super().find(nodes, structure, outputs, params, num_examples)
         if self.is_due:

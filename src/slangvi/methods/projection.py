@@ -28,8 +28,10 @@ from slangvi.linalg.topk import (
     ritz,
     starting_block,
 )
-from slangvi.rows.blocks import Formed
+from slangvi.rows import factored
+from slangvi.rows.blocks import Block, Formed
 from slangvi.rows.dense import DenseGradients
+from slangvi.rows.factored import Joined
 from slangvi.rows.operator import GradientOperator, SegmentRows
 
 __all__ = [
@@ -49,6 +51,8 @@ LEAST_FREE = 0.1
 LEAST_PRIOR = 0.1
 VANISHED = 1e-12
 SEED = 1e-3
+# Entries of rows that a GPU forms at a time to scale them; a CPU forms as many as a segment may have.
+FORMED_ON_GPU = 1 << 24
 Route = Literal["gram", "parameters", "diagonal"]
 
 
@@ -325,7 +329,7 @@ class ScaledEigenvectors:
             for part in parts():
                 shares = column_squares(part.factor) * (1 - part.precision_lr) + part.rows.square_sum() * part.gain
                 traces.append(shares.sum(-1, dtype=torch.float64))
-                yield self._scaled(part)[0]
+                yield from (self._scaled(piece)[0] for piece in _pieces(part))
 
         small = self.inner.observe(scaled).small
         return Observation(small, torch.stack(traces).sum(0))
@@ -336,10 +340,12 @@ class ScaledEigenvectors:
 
     def project(self, part: Part, decision: Decision) -> Tensor:
         """Write the new precision of one part; return what rounding would take from d⁺, relative to diag Λ."""
-        scaled, scale = self._scaled(part)
-        clipped = self.inner.project(scaled, decision)
-        torch.mul(scaled.new_factor, scale.unsqueeze(-2), out=part.new_factor)
-        torch.mul(scaled.new_diag, scale.square(), out=part.new_diag)
+        clipped = torch.zeros_like(part.diag[..., 0])
+        for piece in _pieces(part):
+            scaled, scale = self._scaled(piece)
+            clipped += self.inner.project(scaled, decision)
+            torch.mul(scaled.new_factor, scale.unsqueeze(-2), out=piece.new_factor)
+            torch.mul(scaled.new_diag, scale.square(), out=piece.new_diag)
         return clipped
 
     def _scaled(self, part: Part) -> tuple[Part, Tensor]:
@@ -354,6 +360,31 @@ class ScaledEigenvectors:
         return part._replace(
             factor=factor, diag=diag, new_factor=new[0], new_diag=new[1], rows=rows, prior_precision=lam
         ), scale
+
+
+def _pieces(part: Part) -> Iterator[Part]:
+    """Yield a part in pieces, few enough columns each for their rows to be formed; dense rows are there already."""
+    blocks = part.rows.parts if isinstance(part.rows, Joined) else [part.rows]
+    first = 0
+    for block in blocks:
+        if not isinstance(block, Block):
+            yield part
+            return
+        most = (FORMED_ON_GPU if part.factor.is_cuda else factored.CPU_ENTRIES) // max(1, block.num_rows)
+        step = max(1, most // block.grain) * block.grain
+        for start in range(0, block.num_params, step):
+            stop = min(start + step, block.num_params)
+            cut, begin = slice(first + start, first + stop), part.columns.start + first
+            yield part._replace(
+                factor=part.factor[..., cut],
+                diag=part.diag[..., cut],
+                new_factor=part.new_factor[..., cut],
+                new_diag=part.new_diag[..., cut],
+                columns=slice(begin + start, begin + stop),
+                rows=block.narrow(start, stop),
+                prior_precision=part.prior_precision[..., cut],
+            )
+        first += block.num_params
 
 
 class FactorAnalysis:

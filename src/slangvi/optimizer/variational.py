@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cache
 from itertools import chain
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,34 @@ from slangvi.priors import ELBO, Prior
 from slangvi.rows import GradientRecorder, RowGroup
 from slangvi.settings import OptimizerSettings
 
-__all__ = ["InfoT", "StateT", "VariationalOptimizer"]
+__all__ = ["InfoT", "Inspection", "StateT", "VariationalOptimizer"]
 
 StateT = TypeVar("StateT", bound=FlatState)
 InfoT = TypeVar("InfoT")
 # Optimizers in a block that `train()` began.
 _BEGUN: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Inspection(NamedTuple):
+    """A run as it is, for one who looks at it, see `VariationalOptimizer.inspect`.
+
+    Args:
+        optimizer: the optimizer itself, where a wrapper was asked.
+        name: of its class.
+        state: before the next step.
+        prior: λ and μ₀.
+        init_precision: d at the start, (P,); None where the method has none.
+        exceeds_num_data: whether a batch was larger than N.
+        write: puts weights, (P,), into the model.
+    """
+
+    optimizer: Any
+    name: str
+    state: Any
+    prior: Prior
+    init_precision: Tensor | None
+    exceeds_num_data: bool
+    write: Callable[[Tensor], None]
 
 
 class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
@@ -390,6 +412,29 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
                 losses.append(float(_loss_alone(closure)))
         scale = self.settings.num_data if self.settings.loss_reduction == "mean" else 1
         return ELBO(-scale * sum(losses) / draws, self.kl())
+
+    @contextmanager
+    def inspect(self) -> Iterator[Inspection]:
+        """Yield the run as it is, until the block ends; other weights may be tried in it, and p.grad is None at first.
+
+        After the block the weights are the mean, and gradients are as they were: later steps do not change.
+        """
+        own = self._own()
+        own._sync()
+        hyper, unrecorded = own._hyper, set(own._recorder.unrecorded)
+        begun = hyper.per_parameter("init_precision") if "init_precision" in own.param_groups[0] else None
+        warned = "small data" in own._warned
+        grads = [(param, param.grad) for param in own.model.parameters()]
+        try:
+            for param, _ in grads:
+                param.grad = None
+            yield Inspection(own, type(own).__name__, own._state, hyper.prior(), begun, warned, own._write)
+        finally:
+            own._write(own._state.loc)
+            for param, grad in grads:
+                param.grad = grad
+            own._recorder.unrecorded.clear()
+            own._recorder.unrecorded.update(unrecorded)
 
     # ---- saving, loading and copying
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -202,9 +201,7 @@ class Together:
         on_gpu = device.type == "cuda"
         before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
         try:
-            with nullcontext() if self.possible else warnings.catch_warnings():
-                if not self.possible:  # vmap goes through draws one by one
-                    warnings.filterwarnings("error", "There is a performance drop")
+            with nullcontext() if self.possible else _without_fallback():
                 found = work()
             self.possible = True
             return found
@@ -216,6 +213,21 @@ class Together:
         if before[1] is not None:
             torch.cuda.set_rng_state(before[1], device)
         return None
+
+
+@contextmanager
+def _without_fallback() -> Iterator[None]:
+    """Refuse operators that vmap would go through draw by draw, which it warns of.
+
+    If that warning is made an error instead, torch never gives back the memory of what it has computed.
+    """
+    functorch: Any = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)
 
 
 def per_example_gradients(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from slangvi import metrics
+from slangvi.diagnosis import diagnose
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.errors import DataError
 from slangvi.estimators import SLANGClassifier, SLANGRegressor
@@ -87,7 +88,7 @@ def fit(table: Table, settings: Settings, progress: Progress, found: Found | Non
     if settings.refit:
         model = _train(inputs, last, y, target, settings, progress, "all rows")
     used = {"rows": len(rows), "without_target": sum(left_out.values()), "left_out": left_out}
-    record |= {**used, "settings": asdict(settings)}
+    record |= {**used, "settings": asdict(settings), **model.record}
     return Model(model.schema, model.target, model.network, model.posterior, record)
 
 
@@ -153,7 +154,10 @@ def _train(
     )
     found = estimator.posterior_
     posterior = LowRankPrecisionNormal(found.loc.cpu(), found.prec_factor.cpu(), found.prec_diag.cpu())
-    return Model(schema, target, network, posterior, {})
+    told = diagnose(estimator, (schema.encode(inputs), y), draws=2)
+    findings = [asdict(finding) for finding in told.findings]
+    record = {"diagnosis": {"summary": told.summary, "table": told.table, "findings": findings}}
+    return Model(schema, target, network, posterior, record)
 
 
 def _evaluate(model: Model, rows: Table, y: Array, seen: Array) -> dict[str, Any]:

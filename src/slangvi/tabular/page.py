@@ -54,7 +54,7 @@ def page(model: Model) -> str:
         y = kept.pop("target")
         held = Numbers(**kept) if model.target.task == "regression" else Classes(**kept)
         body = [_head(model), _cards(model), _plots(model, held, y), _detail(model, held, y), _uncertain(model)]
-        body += [_inputs(model), _settings(model)]
+        body += [_diagnosis(model), _inputs(model), _settings(model)]
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise DataError(f"the record of the model cannot be understood ({error}). Run slangvi fit again.") from error
     return (
@@ -133,6 +133,19 @@ def _uncertain(model: Model) -> str:
     numeric = [*(range(5) if regression else (0, 3, 4))]
     numeric += [k for k, column in enumerate(columns, 5) if column.kind == "numeric"]
     return f"<h2>Most uncertain rows</h2><p>{about}</p>{_table(header, rows, numeric)}"
+
+
+def _diagnosis(model: Model) -> str:
+    """Return what was found about the posterior, warnings first; nothing for folders of versions that did not look."""
+    told = model.record.get("diagnosis")
+    if told is None:
+        return ""
+    findings = sorted(told["findings"], key=lambda each: ("warning", "note", "ok").index(each["level"]))
+    rows = [[each["level"], each["name"], each["sentence"], each["remedy"]] for each in findings]
+    table = _table(["", "looked at", "found", "what to do"], rows)
+    header, *layers = told["table"]
+    by_layer = _table(header, layers, numeric=range(1, len(header)))
+    return f"<h2>Diagnosis</h2><p>{escape(' '.join(told['summary']))}</p>{table}<h2>Posterior by layer</h2>{by_layer}"
 
 
 def _inputs(model: Model) -> str:
