@@ -13,9 +13,8 @@ from torch.func import grad, vjp, vmap
 
 from slangvi.divergence import REMEDY, Watch
 from slangvi.errors import UnsupportedModuleError
-from slangvi.likelihoods import Likelihood, OutputLogLikelihood
 from slangvi.methods._gaussian import GaussianState, longest_step, spread_of_draws
-from slangvi.methods.gather import Gatherer, RowGatherer, dense_gatherer, dtypes_of
+from slangvi.methods.gather import Gatherer, RowGatherer, dense_gatherer, dtypes_of, likelihood_of
 from slangvi.out_of_memory import out_of_memory_advice
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import FlatState
@@ -26,7 +25,7 @@ from slangvi.schedules import Rate, rate_at, warmed_up
 from slangvi.settings import FunctionalSettings, HessianSettings, LogLikelihood, MethodSettings
 from slangvi.types import Transform
 
-__all__ = ["HESSIAN_REMEDY", "Basics", "Common", "Replay", "hessian_gatherer", "likelihood_of", "sample"]
+__all__ = ["HESSIAN_REMEDY", "Basics", "Common", "Replay", "hessian_gatherer", "sample"]
 
 HESSIAN_REMEDY = (
     'The Hessian of a likelihood that is not log-concave may be negative: use curvature="ef", more mc_samples, a lower '
@@ -153,11 +152,6 @@ class Common(Basics):
             return alpha, None
         plain = alpha if beta is None else rate_at("precision_lr", beta, step, 1.0)
         return alpha, warmed_up(plain, step) if warms_up else plain
-
-
-def likelihood_of(log_likelihood: LogLikelihood) -> Likelihood | None:
-    """Return the likelihood of a function that knows the outputs it is made of; None for any other."""
-    return log_likelihood.likelihood if isinstance(log_likelihood, OutputLogLikelihood) else None
 
 
 def sample(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slangvi.errors import NumericalError
-from slangvi.likelihoods import OutputLogLikelihood, input_and_target
+from slangvi.likelihoods import Likelihood, OutputLogLikelihood, input_and_target
 from slangvi.methods._gaussian import own_pass_of
 from slangvi.methods.step import GRADIENT_REMEDY
 from slangvi.params import Params, ParamSpec
@@ -31,6 +31,7 @@ __all__ = [
     "checked_values",
     "dense_gatherer",
     "dtypes_of",
+    "likelihood_of",
     "one_per_example",
     "sum_gatherer",
 ]
@@ -100,6 +101,7 @@ class RowGatherer:
     """
 
     def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings) -> None:
+        settings = settings.for_likelihood(likelihood_of(log_likelihood))
         self.log_likelihood, self.routes = log_likelihood, settings.routes_within_limit
         self.rows_of_pass = settings.rows_of_pass
         self.plans, self.together = Plans(settings.verify), Together()
@@ -230,6 +232,11 @@ class RowGatherer:
         """Return the examples of a batch whose rows are kept at a draw (P,); None for all."""
         most = self.rows_of_pass(len(theta)) or count
         return None if most >= count else torch.randperm(count, generator=generator, device=theta.device)[:most]
+
+
+def likelihood_of(log_likelihood: LogLikelihood) -> Likelihood | None:
+    """Return the likelihood of a function that knows the outputs it is made of; None for any other."""
+    return log_likelihood.likelihood if isinstance(log_likelihood, OutputLogLikelihood) else None
 
 
 def _require_gradient(values: Tensor) -> None:

@@ -17,10 +17,10 @@ from slangvi import checks
 from slangvi.distributions import LowRankPrecisionNormal
 from slangvi.keywords import bind_settings, init_keywords_of, keywords_of
 from slangvi.linalg import LowRankPrecision, factorize
-from slangvi.methods._build import Common, Replay, likelihood_of
+from slangvi.methods._build import Common, Replay
 from slangvi.methods._gaussian import GaussianOptimizer, Told, kl_to_prior, start
 from slangvi.methods.compiled import LoopSteps, Numbers, PureSteps, warn_eager
-from slangvi.methods.gather import RowGatherer
+from slangvi.methods.gather import RowGatherer, likelihood_of
 from slangvi.methods.step import Diagnostics, Rates, Tensors, take_step
 from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params, ParamSpec
