@@ -19,6 +19,7 @@ from slangvi.diagnosis.report import Diagnosis, Layer
 from slangvi.keywords import bind_settings
 from slangvi.methods import bbb, full, mean_field, slang
 from slangvi.methods.gather import RowGatherer
+from slangvi.methods.learning import at_learnt_noise, prior_precision_of
 from slangvi.optimizer import VariationalOptimizer
 from slangvi.optimizer.groups import JOINED
 from slangvi.params.values import per_parameter
@@ -198,7 +199,7 @@ def diagnose_state(
     method, kind = _FUNCTIONAL[type(state)]
     settings = bind_settings("diagnose_state", kind, **options)
     like = state.loc
-    lam = per_parameter("prior_precision", settings.prior_precision, state.spec, like)
+    lam, log_likelihood = prior_precision_of(settings.prior_precision, state), at_learnt_noise(log_likelihood, state)
     run = _Run(
         method=method,
         state=state,
@@ -239,7 +240,7 @@ def _of_optimizer(own: VariationalOptimizer[Any, Any], history: History | None) 
     return _Run(
         method=type(own).__name__,
         state=state,
-        prior=own._hyper.prior(),
+        prior=own._prior(),
         num_data=settings.num_data,
         temperature=settings.temperature,
         init_precision=own._hyper.per_parameter("init_precision") if has_start else None,
@@ -258,7 +259,7 @@ def _of_estimator(fitted: Any) -> _Run:
             "opt must be one of slangvi's optimizers or a fitted estimator, got "
             f"{type(fitted).__name__}. For a state of the functional interface call slangvi.diagnosis.diagnose_state."
         )
-    lam = per_parameter("prior_precision", fitted.prior_precision, state.spec, state.loc)
+    lam = prior_precision_of(fitted.prior_precision, state)
     given = fitted.init_precision
     return _Run(
         method=type(fitted).__name__,

@@ -28,6 +28,7 @@ from slangvi.estimators.data import Array, Scale, held_out
 from slangvi.estimators.network import check_outputs, input_dtype, layer_sizes, made_module, mlp, seeded
 from slangvi.keywords import document_fields
 from slangvi.methods import slang
+from slangvi.methods.learning import prior_precision_of
 from slangvi.predict.samples import drawn_in_chunks
 
 _FLOATS = (np.float64, np.float32)
@@ -49,6 +50,13 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         """The Gaussian over the weights of `module_`, for scaled inputs: `slangvi.predictive_samples` takes both."""
         check_is_fitted(self)
         return slang.posterior(self.state_)
+
+    @property
+    def prior_precision_(self) -> dict[str, float]:
+        """λ of each parameter tensor of `module_`, given or learnt, by name."""
+        check_is_fitted(self)
+        lam, spec = prior_precision_of(self.prior_precision, self.state_), self.state_.spec
+        return {name: float(lam[part].mean()) for name, part in spec.slices.items()}
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "state_")

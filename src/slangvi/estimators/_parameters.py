@@ -46,7 +46,8 @@ class EstimatorParameters:
         hidden_layer_sizes: widths of the hidden layers; () is a linear model.
         activation: "relu", "tanh", "logistic", "gelu", "silu" or "identity".
         rank: L, columns of the low-rank precision factor.
-        prior_precision: λ of weights and biases; a number, or a dict of parameter names or globs of `module_`.
+        prior_precision: λ of weights and biases; a number, or a dict of parameter names or globs of `module_`. "learn"
+            learns one in the fit, "learn-each" one of each parameter tensor, and "learn" in a dict one of that entry.
         temperature: the likelihood is weighed by 1/temperature; less than 1 makes the posterior narrower.
         learning_rate_init: α at the start. "auto" is 0.1 for `fit`, and 0.02 where training may end at any time: with
             `early_stopping`, and for `partial_fit`, where rates are constant.
