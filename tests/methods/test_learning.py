@@ -391,7 +391,7 @@ def test_states_of_other_builds_are_refused_or_begin_to_learn():
     state, _ = plain.update(plain.init(dict(model.named_parameters())), (x, y))
     state, info = one.update(state, (x, y))
     assert info.prior_precision == {"big": 1.0, "small": 1.0}
-    with pytest.raises(ValueError, match="1 learnt prior precisions"):
+    with pytest.raises(ValueError, match="a run that learns no noise precision and 1 prior precisions"):
         each.update(state, (x, y))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slangvi.likelihoods import Gaussian, OutputLogLikelihood
 from slangvi.params import ParamSpec
-from slangvi.params.state import FlatState
+from slangvi.params.state import FlatState, learnt_in
 from slangvi.params.values import learnt_members, per_parameter, with_numbers
 from slangvi.priors import Prior
 
@@ -91,15 +91,13 @@ class Learning:
         if not self or learnt is None:
             return []
         if self._read[0] is not learnt:
-            numbers = learnt.tolist()
-            if len(numbers) != 2 + self.count or bool(numbers[1]) != (self.noise is not None):
+            theirs, ours = learnt_in(learnt), learnt_in(self.start(learnt))
+            if theirs != ours:
                 raise ValueError(
-                    f"the state has {len(numbers) - 2} learnt prior precisions and noise that is "
-                    f"{'learnt' if numbers[1] else 'given'}; the settings want {self.count} and noise that is "
-                    f"{'given' if self.noise is None else 'learnt'}. A run cannot begin or stop to learn on its way: "
-                    "start anew, or set prior_precision and noise_precision back."
+                    f"the state is of a run that learns {theirs}, and these settings learn {ours}. Start anew, or set "
+                    "prior_precision and noise_precision back."
                 )
-            self._read = learnt, numbers
+            self._read = learnt, learnt.tolist()
         return self._read[1]
 
     def by_name(self, numbers: list[float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ __all__ = [
     "FlatState",
     "check_packed",
     "layout_mismatch",
+    "learnt_in",
     "pack",
     "possible",
     "require_finite",
@@ -107,7 +108,7 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
                 f"state_dict was made with {name}={said!r}, this optimizer has {name}={word!r}, under which its "
                 f"numbers mean something else. Build the optimizer with {name}={said!r}."
             )
-    theirs, ours = _learnt_in(packed["tensors"].get("learnt")), _learnt_in(getattr(state, "learnt", None))
+    theirs, ours = learnt_in(packed["tensors"].get("learnt")), learnt_in(getattr(state, "learnt", None))
     if theirs != ours:
         raise ValueError(
             f"state_dict is of a run that learns {theirs}, and this optimizer learns {ours}. Build it with the same "
@@ -128,7 +129,7 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
             raise ValueError(f"state_dict[{name!r}] holds NaN, Inf or values out of its range: it is damaged.")
 
 
-def _learnt_in(numbers: Tensor | None) -> str:
+def learnt_in(numbers: Tensor | None) -> str:
     """Describe what a vector of learnt numbers holds; its second one is τ, 0 where noise is not learnt."""
     if numbers is None:
         return "neither noise nor prior"
