@@ -201,6 +201,11 @@ class CurvatureSettings(GaussianSettings):
             where they take a pass of their own, 16, or twice the rank, or a million entries, whichever is most.
         memory_limit: bytes that formed gradients and temporaries may take; None leaves it to fixed defaults.
         routes: which gradients are formed, and how SLANG finds the spectrum; None leaves it to counting.
+        prior_precision: λ; a number, a dict of names or globs, or a (P,) tensor. "learn" for one number that the run
+            learns by the ELBO, "learn-each" for one of each parameter tensor, or "learn" in a dict for one of that name
+            or glob. Param groups have theirs.
+        noise_precision: "learn" to learn the noise of Gaussian targets in the run, beginning at that of the likelihood;
+            None leaves it there. The loss of an optimizer is `-opt.likelihood.log_prob(outputs, targets).mean()` then.
         on_divergence: what to do when the mean keeps going to and fro by more than a posterior standard deviation in a
             step, which is what too large a rate comes to: "warn" once, "raise" `DivergenceError`, or "ignore".
     """
@@ -212,6 +217,7 @@ class CurvatureSettings(GaussianSettings):
     curvature_rows: int | Literal["auto"] | None = checked("auto", _curvature_rows)
     memory_limit: int | None = checked(None, partial(checks.count, hint="It is a number of bytes."))
     routes: Routes | None = None
+    noise_precision: str | None = checked(None, choice("learn"))
     on_divergence: str = checked("warn", choice(*REACTIONS))
 
     def rows_of_pass(self, num_params: int) -> int | None:
@@ -335,6 +341,8 @@ class _Compiled(CheckedFields):
         curvature = getattr(self, "curvature", "ef")
         if self.compile and curvature in OWN_PASS and curvature != "auto":
             raise ValueError(f'compile=True needs curvature="ef", got {curvature!r}. Drop one of them.')
+        if self.compile and getattr(self, "noise_precision", None) is not None:
+            raise ValueError("compile=True needs noise that is known. Drop noise_precision, or compile=True.")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

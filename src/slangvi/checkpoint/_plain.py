@@ -29,11 +29,20 @@ from slangvi.errors import CheckpointError
 
 
 class Record(NamedTuple):
-    """A class, as "module:name", whose values are made of attributes that are arguments too, and other arguments."""
+    """A class, as "module:name", whose values are made of attributes that are arguments too, and other arguments.
+
+    Attributes in `extra` are left out of a file where they are None.
+    """
 
     home: str
-    fields: tuple[str, ...]
+    needed: tuple[str, ...]
     options: Mapping[str, Any] = {}
+    extra: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All attributes."""
+        return (*self.needed, *self.extra)
 
     @property
     def kind(self) -> Callable[..., Any]:
@@ -43,20 +52,23 @@ class Record(NamedTuple):
 
 
 _ENDS = ("step", "spec")
+_LASTS, _LEARNT = ("momentum", *_ENDS), ("learnt",)
 _PLACES = ("loc", "weights", "matrix", "gradient", "wanted", "expected_log_likelihood", "kl", "gradient_norm")
 _ADAMS = ("loc", "rho", "loc_momentum", "loc_square", "rho_momentum", "rho_square")
 _UNCHECKED = {"validate_args": False}
 RECORDS = {
     "layout": Record("slangvi.params.spec:ParamSpec", ("names", "shapes", "aliases")),
-    "low-rank": Record("slangvi.methods.slang:State", ("loc", "prec_factor", "prec_diag", "momentum", *_ENDS)),
-    "mean_field": Record("slangvi.methods.mean_field:State", ("loc", "prec_diag", "momentum", *_ENDS)),
-    "full": Record("slangvi.methods.full:State", ("loc", "prec_matrix", "momentum", *_ENDS)),
+    "low-rank": Record("slangvi.methods.slang:State", ("loc", "prec_factor", "prec_diag", *_LASTS), extra=_LEARNT),
+    "mean_field": Record("slangvi.methods.mean_field:State", ("loc", "prec_diag", *_LASTS), extra=_LEARNT),
+    "full": Record("slangvi.methods.full:State", ("loc", "prec_matrix", *_LASTS), extra=_LEARNT),
     "bbb": Record("slangvi.methods.bbb:State", (*_ADAMS, *_ENDS, "scale")),
     "mc_dropout": Record("slangvi.methods.mc_dropout:State", ("loc", "momentum", "square", "rates", *_ENDS)),
     "exact": Record("slangvi.methods.exact:State", ("point", "damping", "newton_damping", *_ENDS, "family")),
     "exact-point": Record("slangvi.methods.exact:Point", _PLACES),
     "replicas": Record(
-        "slangvi.replicas:State", ("loc", "prec_factor", "prec_diag", "momentum", "step", "failed", "spec")
+        "slangvi.replicas:State",
+        ("loc", "prec_factor", "prec_diag", "momentum", "step", "failed", "spec"),
+        extra=_LEARNT,
     ),
     "LowRankPrecisionNormal": Record(
         "slangvi.distributions:LowRankPrecisionNormal", ("loc", "prec_factor", "prec_diag", "param_spec"), _UNCHECKED
@@ -108,6 +120,7 @@ def encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     name = record_of(value)
     if name is not None:
         parts = {field: getattr(value, field) for field in RECORDS[name].fields}
+        parts = {field: part for field, part in parts.items() if part is not None or field in RECORDS[name].needed}
         return {"$record": [name, {key: encode(part, tensors, f"{place}.{key}") for key, part in parts.items()}]}
     if isinstance(value, list | tuple):
         items = [encode(item, tensors, f"{place}.{k}") for k, item in enumerate(value)]
@@ -146,8 +159,8 @@ def _record(content: Any, tensors: Mapping[str, Tensor]) -> Any:
     fields = {key: decode(part, tensors) for key, part in parts.items()}
     if name == "layout":
         fields["shapes"] = tuple(map(torch.Size, fields["shapes"]))
-    if set(fields) != set(RECORDS[name].fields):
-        raise ValueError(f"a {name!r} has the fields {RECORDS[name].fields}, not {tuple(fields)}")
+    if set(fields) - set(RECORDS[name].extra) != set(RECORDS[name].needed):
+        raise ValueError(f"a {name!r} has the fields {RECORDS[name].needed}, not {tuple(fields)}")
     return RECORDS[name].kind(**fields, **RECORDS[name].options)
 
 

@@ -19,6 +19,7 @@ from slangvi.diagnosis.report import Diagnosis, Layer
 from slangvi.keywords import bind_settings
 from slangvi.methods import bbb, full, mean_field, slang
 from slangvi.methods.gather import RowGatherer
+from slangvi.methods.learning import at_learnt_noise, prior_precision_of
 from slangvi.optimizer import Inspection, VariationalOptimizer
 from slangvi.optimizer.groups import JOINED
 from slangvi.params.values import per_parameter
@@ -164,7 +165,8 @@ def diagnose_state(
         raise TypeError("give log_likelihood and batch together, or neither.")
     method, kind = _FUNCTIONAL[type(state)]
     settings = bind_settings("diagnose_state", kind, **options)
-    lam, mean, begun = (_values(state, settings, x) for x in ("prior_precision", "prior_mean", "init_precision"))
+    lam, log_likelihood = prior_precision_of(settings.prior_precision, state), at_learnt_noise(log_likelihood, state)
+    mean, begun = (_values(state, settings, x) for x in ("prior_mean", "init_precision"))
     prior, curvature, known = Prior(lam, mean), None, _told(method, settings, info, history)
     if log_likelihood is not None:
         gather = _gather(state, log_likelihood, batch, getattr(settings, "model", None), draws, seed)
@@ -184,7 +186,7 @@ def _of_estimator(
             "opt must be one of slangvi's optimizers or a fitted estimator, got "
             f"{type(fitted).__name__}. For a state of the functional interface call slangvi.diagnosis.diagnose_state."
         )
-    lam, curvature = _values(state, fitted, "prior_precision"), None
+    lam, curvature = prior_precision_of(fitted.prior_precision, state), None
     begun = None if fitted.init_precision == "auto" else _values(state, fitted, "init_precision")
     settings = GaussianSettings(num_data=round(fitted.n_samples_seen_), lr=0.1, temperature=float(fitted.temperature))
     prior, known = Prior(lam, torch.zeros_like(lam)), _told(type(fitted).__name__, settings, None, history)

@@ -29,6 +29,7 @@ from slangvi.estimators.network import check_outputs, input_dtype, layer_sizes, 
 from slangvi.keywords import document_fields
 from slangvi.likelihoods import Categorical, OutputLogLikelihood
 from slangvi.methods import slang
+from slangvi.methods.learning import prior_precision_of
 from slangvi.predict.samples import drawn_in_chunks
 
 _FLOATS = (np.float64, np.float32)
@@ -63,6 +64,13 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         rows = self._rows(X, y, np.ones(len(X)), torch.Generator(), first=False)
         likelihood = Categorical() if self._last_noise is None else self._last_noise
         return likelihood.of(self.module_), (rows.x, rows.y)
+
+    @property
+    def prior_precision_(self) -> dict[str, float]:
+        """λ of each parameter tensor of `module_`, given or learnt, by name."""
+        check_is_fitted(self)
+        lam, spec = prior_precision_of(self.prior_precision, self.state_), self.state_.spec
+        return {name: float(lam[part].mean()) for name, part in spec.slices.items()}
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "state_")

@@ -49,7 +49,8 @@ class EstimatorParameters:
         curvature: "ef" from the gradient of every row, as in the paper; "ggn" or "fisher" from the likelihood, see
             `slangvi.SLANG`; "auto" takes "ggn" for up to four outputs and "fisher" for more.
         projection: "eig" as in the paper, or "em", see `slangvi.SLANG`; "auto" takes "eig" with "ef", and "em" else.
-        prior_precision: λ of weights and biases; a number, or a dict of parameter names or globs of `module_`.
+        prior_precision: λ of weights and biases; a number, or a dict of parameter names or globs of `module_`. "learn"
+            learns one in the fit, "learn-each" one of each parameter tensor, and "learn" in a dict one of that entry.
         temperature: the likelihood is weighed by 1/temperature; less than 1 makes the posterior narrower.
         learning_rate_init: α at the start. "auto" is 0.1 for `fit`, and 0.02 where training may end at any time: with
             `early_stopping`, and for `partial_fit`, where rates are constant.

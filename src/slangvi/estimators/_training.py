@@ -17,7 +17,7 @@ from slangvi.estimators._noise import Noise
 from slangvi.estimators.data import order_of
 from slangvi.likelihoods import Categorical
 from slangvi.methods import slang
-from slangvi.params.values import per_parameter
+from slangvi.methods.learning import prior_precision_of
 from slangvi.schedules import Cosine, Schedule, rate_at, slow_precision
 from slangvi.types import Transform
 
@@ -116,17 +116,16 @@ class Training:
         self.module, self.options, self.size, self.noise = module, options, size, noise
         self._watch = Watch("warn", f"Lower learning_rate_init (it is {options['lr']:g}), or give larger batches.")
         self._hold = self._fall = 0
-        self._start: tuple[Tensor, Tensor] | None = None  # d and λ at the start of a slow precision
+        self._start: Tensor | None = None  # d at the start of a slow precision
         params = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
         self.state: slang.State = self._method(1).init(params)
         if state is not None:
             self.state = state
         elif not options["precision_warmup"]:
             # Below the prior's precision, its pull would overshoot until the precision has learnt of it.
-            diag = self.state.prec_diag
-            lam = per_parameter("prior_precision", options["prior_precision"], self.state.spec, diag)
-            self.state = replace(self.state, prec_diag=torch.maximum(diag, lam))
-            self._start = self.state.prec_diag, lam
+            lam = prior_precision_of(options["prior_precision"], self.state)
+            self._start = torch.maximum(self.state.prec_diag, lam)
+            self.state = replace(self.state, prec_diag=self._start)
 
     def run(
         self,
@@ -175,7 +174,8 @@ class Training:
             self.state, self.noise = patience.kept
         if self._start is not None:
             betas = (rate_at("precision_lr", rates["precision_lr"], k) for k in range(1, self.state.step + 1))
-            self.state = without_start(self.state, *self._start, math.prod(1.0 - beta for beta in betas))
+            lam = prior_precision_of(self.options["prior_precision"], self.state)
+            self.state = without_start(self.state, self._start, lam, math.prod(1.0 - beta for beta in betas))
         if self.noise is not None:
             self.noise.fall(1.0)  # a fit may have ended on the way
         return losses

@@ -13,12 +13,14 @@ from torch.func import grad, vjp, vmap
 
 from slangvi.divergence import REMEDY, Watch
 from slangvi.errors import UnsupportedModuleError
+from slangvi.likelihoods import Gaussian, OutputLogLikelihood, input_and_target
 from slangvi.methods._gaussian import GaussianState, longest_step, spread_of_draws
 from slangvi.methods.gather import Gatherer, RowGatherer, dense_gatherer, dtypes_of, likelihood_of
+from slangvi.methods.learning import Learning, Seen, noise_of, prior_precision_of
 from slangvi.out_of_memory import out_of_memory_advice
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import FlatState
-from slangvi.params.values import per_parameter
+from slangvi.params.values import learnt_members, per_parameter
 from slangvi.priors import Prior
 from slangvi.rows.dense import Together, draws_at_once
 from slangvi.schedules import Rate, rate_at, warmed_up
@@ -96,6 +98,14 @@ class Common(Basics):
 
     def __init__(self, log_likelihood: LogLikelihood, settings: FunctionalSettings) -> None:
         super().__init__(settings.for_likelihood(likelihood_of(log_likelihood)))
+        self.noise: Gaussian | None = None  # that of the state whose step is taken, where it is learnt
+        if settings.noise_precision is not None:
+            self.noise = Gaussian(noise_of(likelihood_of(log_likelihood)))
+            assert isinstance(log_likelihood, OutputLogLikelihood)
+            log_likelihood = replace(log_likelihood, likelihood=self.noise)
+        self._first_noise = None if self.noise is None else self.noise.noise_precision
+        self._learnings: dict[ParamSpec, Learning] = {}
+        self._learnt_prior: tuple[Tensor | None, Prior | None] = None, None
         self.log_likelihood, settings = log_likelihood, self.settings
         self.gather: Gatherer = dense_gatherer(log_likelihood, settings.memory_limit)
         if settings.reads_graph:
@@ -122,9 +132,16 @@ class Common(Basics):
             dtypes = dtypes_of(self.settings.model) if self.settings.reads_graph else {}
             hessian = hessian_gatherer(self.log_likelihood, diagonal_hessian, dtypes)
 
+        def begin(params: Params) -> StateT:
+            state = init(params)
+            return replace(state, learnt=self.learning(state.spec).start(state.loc))  # type: ignore[type-var]
+
         def take(state: StateT, batch: Any, generator: torch.Generator | None) -> tuple[StateT, Any]:
             alpha, beta = self._rates(state.step + 1)
             prior, decay = self.prior_of(state), self.settings.momentum
+            learning = self.learning(state.spec)
+            if self.noise is not None:
+                self.noise.noise_precision = learning.numbers(state)[1]
             taken = None if replay is None else replay(state, batch, generator, alpha, beta)
             if taken is None:
                 curvature = self.settings.curvature
@@ -141,9 +158,43 @@ class Common(Basics):
             new, info, fit = taken
             if self._watch.due(new.step) and state.loc.ndim == 1:
                 self._watch.look(state, new, prior, alpha, decay)
+            if learning:
+                seen = self._seen(batch, fit)
+                new, info = learning.follow(state, new, info, prior, alpha if beta is None else beta, seen)
             return new, replace(info, expected_log_likelihood=self.settings.num_data * fit)
 
-        return self.framed(init, take, sample, posterior)
+        return self.framed(begin, take, sample, posterior)
+
+    def learning(self, spec: ParamSpec) -> Learning:
+        """Return the numbers of noise and prior that runs with this layout learn."""
+        if spec not in self._learnings:
+            members = learnt_members("prior_precision", self.settings.prior_precision, spec, spec)
+            is_compiled = getattr(self.settings, "compile", False)
+            self._learnings[spec] = Learning(spec, members, self._first_noise, is_compiled)
+        return self._learnings[spec]
+
+    def prior_of(self, state: Any) -> Prior:
+        """Return λ and μ₀ of the next step, λ as it is learnt."""
+        learning = self.learning(state.spec)
+        learning.numbers(state)  # checks them
+        if not learning.count:
+            return super().prior_of(state)
+        known, prior = self._learnt_prior
+        if prior is None or known is None or known is not state.learnt:
+            lam, like = prior_precision_of(self.settings.prior_precision, state), state.loc
+            given = self.settings.prior_mean
+            prior = Prior(lam, per_parameter("prior_mean", given, state.spec, like, positive=False))
+            self._learnt_prior = state.learnt, prior
+        return prior
+
+    def _seen(self, batch: Any, fit: float) -> Seen | None:
+        """Return the residuals of a step, given the mean log-likelihood of its examples; None if noise is given."""
+        if self.noise is None:
+            return None
+        targets, tau = input_and_target(batch)[1], self.noise.noise_precision
+        columns, draws = targets.numel() / len(targets), self.settings.mc_samples
+        mean = (math.log(tau / (2 * math.pi)) - 2.0 * fit / columns) / tau
+        return Seen(max(mean, 0.0), draws * len(targets) / self.settings.num_data)
 
     def _rates(self, step: int) -> tuple[float, float | None]:
         """Return α and β of a step; β is None where it follows α."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from slangvi.divergence import REMEDY, Watch
 from slangvi.likelihoods import Likelihood, curvature_seeds, likelihood_named
+from slangvi.methods.learning import Learning, NotedGaussian, Seen, noise_of
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
+from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import FlatState, state_dtype
 from slangvi.params.values import per_parameter
@@ -117,12 +119,16 @@ class Info(Told):
         num_rows: R, per-example gradients used.
         expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
         skipped: bad batches an optimizer has passed over so far.
+        noise_precision: τ after the step, where it is learnt.
+        prior_precision: λ after the step of each parameter whose own is learnt, by name.
     """
 
     step: int
     num_rows: int
     expected_log_likelihood: float = float("nan")
     skipped: int = 0
+    noise_precision: float | None = None
+    prior_precision: Mapping[str, float] | None = None
     _state: GaussianState | None = field(default=None, repr=False)
     _prior: Prior | None = field(default=None, repr=False)
 
@@ -228,10 +234,77 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
     def _routes(self) -> Routes:
         return self.settings.routes_within_limit
 
+    @property
+    def likelihood(self) -> Likelihood | None:
+        """The likelihood of the settings, with the noise precision learnt so far where it is learnt.
+
+        Its −log_prob is the loss then; the noise of one that is kept follows the run.
+        """
+        own = self._own()
+        if isinstance(own._known, NotedGaussian):
+            own._known.noise_precision = own._learning.numbers(own._state)[1]
+        return own._known
+
+    @property
+    def prior_precision(self) -> dict[str, float]:
+        """λ of each parameter whose own is learnt, by name; empty where all are given."""
+        own = self._own()
+        return own._learning.by_name(own._learning.numbers(own._state))
+
+    @cached_property
+    def _known(self) -> Likelihood | None:
+        """The likelihood of the settings; one that notes residuals where noise is learnt."""
+        given = self.settings.likelihood
+        known = None if given is None else likelihood_named(given)
+        return known if self.settings.noise_precision is None else NotedGaussian(noise_of(known))
+
+    def _with_learnt(self, fresh: StateT, hyper: GroupValues) -> StateT:
+        noise = self._known.noise_precision if isinstance(self._known, NotedGaussian) else None
+        learning = Learning(fresh.spec, hyper.learnt(), noise, getattr(self.settings, "compile", False))
+        started: StateT = replace(fresh, learnt=learning.start(fresh.loc))  # type: ignore[type-var]
+        hyper.prior(learning.numbers(started)[2:])  # checks it
+        self._learning = learning
+        return started
+
+    def _rebuild(self, old: StateT | None) -> None:
+        super()._rebuild(old)
+        learnt: Tensor | None = self._state.learnt  # type: ignore[attr-defined]
+        if old is not None and learnt is not None:  # numbers wait until the precision has heard of what joined
+            waiting = torch.cat([torch.ones_like(learnt[:1]), learnt[1:]])
+            self._state = replace(self._state, learnt=waiting)  # type: ignore[type-var]
+
+    def _prior(self) -> Prior:
+        return self._hyper.prior(self._learning.numbers(self._state)[2:])
+
+    def _write(self, flat: Tensor) -> None:
+        super()._write(flat)
+        if isinstance(self._known, NotedGaussian):
+            self._known.noise_precision = self._learning.numbers(self._state)[1]
+
+    def _collected(self) -> list[RowGroup]:
+        seen = self._known.close() if isinstance(self._known, NotedGaussian) else None
+        groups = super()._collected()
+        return [replace(groups[0], residuals=seen), *groups[1:]] if groups else groups
+
+    def _residuals(self, rows: list[RowGroup]) -> Seen | None:
+        """Return the residuals of all passes of a step, where noise is learnt."""
+        if self._learning.noise is None:
+            return None
+        noted = [group.residuals for group in rows if group.residuals is not None]
+        if not noted:
+            raise RuntimeError(
+                'step() saw no residuals, which noise_precision="learn" needs. Let the loss be '
+                "-opt.likelihood.log_prob(outputs, targets).mean(), inside the block."
+            )
+        squares, counts = zip(*noted, strict=True)
+        share = sum(group.num_rows for group in rows) / self.settings.num_data
+        return Seen(sum(squares) / sum(counts), share)
+
     def _advance_rows(self, rows: list[RowGroup]) -> tuple[StateT, InfoT]:
         step, settings, before = self._state.step + 1, self.settings, self._state
+        seen = self._residuals(rows)
         gradients = FactoredGradients(self._spec, rows, before.loc, self._routes)
-        rates, prior = self._hyper.rates(step, settings.precision_warmup)._asdict(), self._hyper.prior()
+        rates, prior = self._hyper.rates(step, settings.precision_warmup)._asdict(), self._prior()
         is_due, alpha, gamma = self._watch.due(step), rates["lr"].value, rates["momentum"]
         if self._writes_in_place:
             rates["in_place"] = not (self._handed_out or (is_due and self._watch.reaction == "raise"))
@@ -242,6 +315,10 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
         state, info = self._update(self._state, gradients, num_data=size, prior=prior, longest=longest, **rates)
         if is_due:
             self._watch.look(before, state, prior, alpha, gamma)
+        if self._learning:
+            rate = rates["precision_lr"]
+            beta = rate.value if rate.per_tensor is None else min(rate.per_tensor)
+            state, info = self._learning.follow(before, state, info, prior, beta, seen)
         return state, info
 
     def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientRecorder:
@@ -254,7 +331,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
             verify=options.verify,
             curvature_rows=options.rows_of_pass(spec.num_params),
             generator=self.generator,
-            own_pass=own_pass_of(options.likelihood, options.curvature, options.verify),
+            own_pass=own_pass_of(self._known, options.curvature, options.verify),
         )
 
     def _draw(self, state: StateT, generator: torch.Generator | None) -> Tensor:
@@ -262,6 +339,8 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
         return drawn
 
     def _draw_to_learn(self, state: StateT, generator: torch.Generator | None) -> Tensor:
+        if isinstance(self._known, NotedGaussian):
+            self._known.open()
         drawn, spread = self._draw(state, generator), spread_of_draws(state.step, self.settings.curvature)
         return drawn if spread == 1.0 else torch.lerp(state.loc, drawn, spread)
 

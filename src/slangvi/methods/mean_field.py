@@ -43,6 +43,7 @@ class State:
         momentum: m, the running mean of likelihood gradients, (..., P).
         step: steps taken so far.
         spec: names and shapes behind the flat vectors.
+        learnt: numbers of noise and prior that the run learns, see `slangvi.methods.learning`; None for none.
     """
 
     loc: Tensor
@@ -50,6 +51,7 @@ class State:
     momentum: Tensor
     step: int
     spec: ParamSpec
+    learnt: Tensor | None = None
 
     @cached_property
     def precision(self) -> DiagonalPrecision:

@@ -5,7 +5,7 @@ $$ q(\theta) = \mathcal N\bigl(\mu, (UU^\top + \mathrm{diag}\,d)^{-1}\bigr) $$
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -50,6 +50,7 @@ class State:
         momentum: m, the running mean of likelihood gradients, (..., P).
         step: steps taken so far.
         spec: names and shapes behind the flat vectors.
+        learnt: numbers of noise and prior that the run learns, see `slangvi.methods.learning`; None for none.
     """
 
     loc: Tensor
@@ -58,6 +59,7 @@ class State:
     momentum: Tensor
     step: int
     spec: ParamSpec
+    learnt: Tensor | None = None
 
     @cached_property
     def precision(self) -> LowRankPrecision:
@@ -86,6 +88,8 @@ class Info(Told):
         clipped: Σ of what rounding would have taken from d⁺ below its bound; rounding only, (...).
         expected_log_likelihood: N times the mean log-likelihood over rows; NaN when the loss was not seen.
         skipped: bad batches an optimizer has passed over so far.
+        noise_precision: τ after the step, where it is learnt.
+        prior_precision: λ after the step of each parameter whose own is learnt, by name.
     """
 
     step: int
@@ -96,6 +100,8 @@ class Info(Told):
     clipped: Tensor
     expected_log_likelihood: float = float("nan")
     skipped: int = 0
+    noise_precision: float | None = None
+    prior_precision: Mapping[str, float] | None = None
     _state: State | None = field(default=None, repr=False)
     _prior: Prior | None = field(default=None, repr=False)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from slangvi import checks
 from slangvi.params import ParamSpec
-from slangvi.params.values import per_parameter
+from slangvi.params.values import learnt_members, per_parameter, with_numbers
 from slangvi.priors import Prior
 from slangvi.schedules import Rate, warmed_up
 
@@ -112,19 +113,40 @@ class GroupValues:
         """Return a value of each group, once for every parameter tensor."""
         return [value for value, group in zip(values, self.groups, strict=True) for _ in group["params"]]
 
-    def prior(self) -> Prior:
-        """λ and μ₀, which is 0 where a method has none; made again when a group's entry was replaced or changed."""
+    def learnt(self) -> tuple[int, list[int]]:
+        """Return how many prior precisions are learnt, and which of them each parameter tensor has; -1 for none."""
+        total, members = 0, list[int]()
+        for inner, given in self.per_group("prior_precision"):
+            count, places = learnt_members("prior_precision", given, inner, self.spec)
+            members += [place if place < 0 else total + place for place in places]
+            total += count
+        return total, members
+
+    def prior(self, learnt: Sequence[float] | None = None) -> Prior:
+        """λ and μ₀, which is 0 where a method has none; made again when a group's entry was replaced or changed.
+
+        Args:
+            learnt: those prior precisions that are; None where a method learns none.
+        """
         given = [group.get(key, 0.0) for group in self.groups for key in ("prior_precision", "prior_mean")]
-        now = _snapshot(given)
+        now = _snapshot([*given, *(learnt or [])])
         if self._prior is None or self._prior[0] != now:
-            lam = self.per_parameter("prior_precision")
+            if learnt is not None and self.learnt()[0] != len(learnt):
+                raise ValueError(
+                    f"param groups learn {self.learnt()[0]} prior precisions, and the run began with {len(learnt)}. "
+                    "Set prior_precision back, or build the optimizer anew."
+                )
+            lam = self.per_parameter("prior_precision", learnt=learnt)
             self._prior = now, given, Prior(lam, self.per_parameter("prior_mean", positive=False))
         return self._prior[2]
 
-    def per_parameter(self, key: str, positive: bool = True) -> Tensor:
-        """A number, dict or tensor per group, as one number per parameter entry, (P,)."""
-        parts = []
+    def per_parameter(self, key: str, positive: bool = True, learnt: Iterable[float] | None = None) -> Tensor:
+        """A number, dict or tensor per group, as one number per parameter entry, (P,); learnt ones in their order."""
+        parts, numbers = [], None if learnt is None else iter(learnt)
         for inner, given in self.per_group(key):
+            if numbers is not None:
+                count, _ = learnt_members(key, given, inner, self.spec)
+                given = with_numbers(given, inner, list(islice(numbers, count))) if count else given  # noqa: PLW2901
             whole = isinstance(given, Tensor) and given.shape == (self.spec.num_params,)
             value = torch.cat([given[self.spec.slices[name]] for name in inner.names]) if whole else given
             parts.append(per_parameter(key, value, inner, self.like, positive, known=self.spec))

@@ -107,6 +107,11 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def _begin(self, params: Params, hyper: GroupValues) -> StateT:
         """Return the state before the first step."""
 
+    def _with_learnt(self, fresh: StateT, hyper: GroupValues) -> StateT:
+        """Return that state with the numbers of noise and prior that the run is to learn, if its method can."""
+        hyper.prior()  # checks it
+        return fresh
+
     @abstractmethod
     def _listener(self, spec: ParamSpec, dtype: torch.dtype) -> GradientRecorder:
         """Return what reads gradients off the user's own backward."""
@@ -126,6 +131,10 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     @abstractmethod
     def _posterior(self, state: StateT) -> Distribution:
         """Return q as a distribution."""
+
+    def _prior(self) -> Prior:
+        """Return the prior of the next step."""
+        return self._hyper.prior()
 
     @abstractmethod
     def _kl(self, state: StateT, prior: Prior) -> float:
@@ -395,7 +404,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         own = self._own()
         own._sync()
         with own._exact():
-            return own._kl(own._state, own._hyper.prior())
+            return own._kl(own._state, own._prior())
 
     def elbo(self, closure: Callable[[], Any], mc_samples: int | None = None) -> ELBO:
         """Expected log-likelihood and KL, apart.
@@ -428,7 +437,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         try:
             for param, _ in grads:
                 param.grad = None
-            yield Inspection(own, type(own).__name__, own._state, hyper.prior(), begun, warned, own._write)
+            yield Inspection(own, type(own).__name__, own._state, own._prior(), begun, warned, own._write)
         finally:
             own._write(own._state.loc)
             for param, grad in grads:
@@ -531,8 +540,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         name_of = {id(param): name for name, param in mirror.named.items()}
         like = torch.empty(0, dtype=state_dtype(params), device=params[0].device)
         hyper = GroupValues(self.param_groups, spec, name_of, like)
-        hyper.prior()
-        fresh = self._begin(mirror.named, hyper)
+        fresh = self._with_learnt(self._begin(mirror.named, hyper), hyper)
         if old is not None:
             for name, value in tensors_of(old):
                 getattr(fresh, name)[tuple(slice(length) for length in value.shape)] = value

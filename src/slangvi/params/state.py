@@ -17,6 +17,7 @@ __all__ = [
     "FlatState",
     "check_packed",
     "layout_mismatch",
+    "learnt_in",
     "pack",
     "possible",
     "require_finite",
@@ -107,6 +108,12 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
                 f"state_dict was made with {name}={said!r}, this optimizer has {name}={word!r}, under which its "
                 f"numbers mean something else. Build the optimizer with {name}={said!r}."
             )
+    theirs, ours = learnt_in(packed["tensors"].get("learnt")), learnt_in(getattr(state, "learnt", None))
+    if theirs != ours:
+        raise ValueError(
+            f"state_dict is of a run that learns {theirs}, and this optimizer learns {ours}. Build it with the same "
+            "noise_precision and prior_precision."
+        )
     unknown = packed["tensors"].keys() - dict(tensors_of(state)).keys()
     if unknown:
         raise ValueError(f"state_dict has a tensor {min(unknown)!r} that this method does not know: it is damaged.")
@@ -120,6 +127,14 @@ def check_packed(packed: Mapping[str, Any] | None, method: str, state: FlatState
             )
         if not bool(torch.isfinite(found).all()) or not possible(name, found):
             raise ValueError(f"state_dict[{name!r}] holds NaN, Inf or values out of its range: it is damaged.")
+
+
+def learnt_in(numbers: Tensor | None) -> str:
+    """Describe what a vector of learnt numbers holds; its second one is τ, 0 where noise is not learnt."""
+    if numbers is None:
+        return "neither noise nor prior"
+    noise = "the noise precision" if numbers.ndim == 1 and float(numbers[1:2].sum()) else "no noise precision"
+    return f"{noise} and {numbers.numel() - 2} prior precisions"
 
 
 def layout_mismatch(names: Sequence[str], shapes: Sequence[Sequence[int]], spec: ParamSpec) -> str:
@@ -140,6 +155,8 @@ def possible(name: str, found: Tensor) -> bool:
         return not bool(torch.linalg.cholesky_ex(found).info.any())
     if name == "prec_diag":
         return bool((found > 0).all())
+    if name == "learnt":
+        return bool((found[:2] >= 0).all()) and bool((found[2:] > 0).all())
     if name == "rates":
         return bool(((found >= 0) & (found < 1)).all())
     return not name.endswith("square") or bool((found >= 0).all())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +13,39 @@ from torch import Tensor
 from slangvi.checks import number
 from slangvi.params.spec import ParamSpec
 
-__all__ = ["per_parameter", "per_tensor"]
+__all__ = ["LEARN", "LEARN_EACH", "learnt_members", "per_parameter", "per_tensor", "with_numbers"]
+
+# What stands in a setting for a number that the run learns: one for all, or one for each parameter tensor.
+LEARN, LEARN_EACH = "learn", "learn-each"
+
+
+def learnt_members(name: str, value: Any, spec: ParamSpec, known: ParamSpec) -> tuple[int, list[int]]:
+    """Return how many numbers of a setting are learnt, and which of them each parameter tensor has; -1 for none.
+
+    A dict may say "learn" beside its numbers: each such name or glob has one of its own.
+    """
+    if isinstance(value, str) and value in (LEARN, LEARN_EACH):
+        each = value == LEARN_EACH
+        return len(spec.names) if each else 1, [place * each for place in range(len(spec.names))]
+    keys = [key for key, given in value.items() if _is_learnt(given)] if isinstance(value, Mapping) else []
+    if not keys:
+        return 0, [-1] * len(spec.names)
+    places = {key: float(keys.index(key)) if key in keys else -1.0 for key in value}
+    return len(keys), [int(place) for place in _from_patterns(name, places, spec, known, -math.inf)]
+
+
+def with_numbers(value: Any, spec: ParamSpec, numbers: Sequence[float]) -> Any:
+    """Return a setting with the learnt numbers in the place of words, in the order of `learnt_members`."""
+    if isinstance(value, Mapping):
+        own = iter(numbers)
+        return {key: next(own) if _is_learnt(given) else given for key, given in value.items()}
+    if isinstance(value, str) and value == LEARN_EACH:
+        return dict(zip(spec.names, numbers, strict=True))
+    return numbers[0] if _is_learnt(value) else value
+
+
+def _is_learnt(value: Any) -> bool:
+    return isinstance(value, str) and value == LEARN
 
 
 def per_parameter(
@@ -30,6 +62,13 @@ def per_parameter(
     of `known`, the whole model, when `spec` is one group of it. A float is held once, whatever P.
     """
     low = 0.0 if positive else -math.inf
+    words = value.values() if isinstance(value, Mapping) else [value]
+    if any(isinstance(word, str) and word in (LEARN, LEARN_EACH) for word in words):
+        raise ValueError(
+            f"{name} must be a number here, got {value!r}: the prior_precision of SLANG, VOGN, FullGaussian and "
+            f'OnlineEig (optimizers and build functions) can be "{LEARN}" or "{LEARN_EACH}", or a dict of names or '
+            f'globs to numbers or "{LEARN}".'
+        )
     if isinstance(value, Mapping):
         wide = torch.empty(0, dtype=torch.float64, device="cpu")
         result = spec.expand(_from_patterns(name, value, spec, known or spec, low), wide)

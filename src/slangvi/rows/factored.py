@@ -48,6 +48,7 @@ class RowGroup:
         misfit: squared length of the gradient of an example's outputs, over what the likelihood expects of it; in
             units of the loss, squared.
         most_enlarged: factor by which misfit may enlarge the squares of rows.
+        residuals: Σ of squared residuals of the targets at the draw, and how many there are; where noise is learnt.
     """
 
     num_rows: int
@@ -58,6 +59,7 @@ class RowGroup:
     num_columns: int | None = None
     misfit: float = 0.0
     most_enlarged: float = 1.0
+    residuals: tuple[float, int] | None = None
 
     @property
     def height(self) -> int:

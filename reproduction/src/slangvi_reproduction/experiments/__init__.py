@@ -20,6 +20,7 @@ EXPERIMENTS = {
     "mnist": "Digits with two hidden layers of 400: six ranks, tuned, against Bayes by Backprop, MAP, ensemble.",
     "images": "Networks with convolutions on images, with rivals: error, calibration, turned images, strangers.",
     "uci": "Regression with small networks on eight UCI sets, with a search for noise and prior.",
+    "uci-defaults": "The same sets without any search: noise learnt in the run, one recipe for all.",
     "uci-stability": "What makes training of these networks fail, and what prevents it.",
     "uci-online-eig": "SLANG-OnlineEig on the UCI sets, and its convergence on Energy.",
 }

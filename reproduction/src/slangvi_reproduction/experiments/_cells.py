@@ -124,6 +124,10 @@ class Attempt:
         """The result of a needed cell."""
         return read(next(cell for cell in self.cell.needs if cell.method == method).path(self.folder)).arrays
 
+    def include(self, seconds: float) -> None:
+        """Count time that was spent on parts of the cell elsewhere."""
+        self._before += seconds
+
     def restored(self) -> Arrays | None:
         """What an earlier attempt kept; None when there is nothing, or nothing that can be read."""
         path = self.cell.partial_path(self.folder)
