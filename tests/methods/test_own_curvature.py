@@ -14,6 +14,9 @@ from torch.func import functional_call, jacrev
 
 import slangvi
 from slangvi import Bernoulli, Categorical, Gaussian, UnsupportedModuleError
+from slangvi.likelihoods import Likelihood
+from slangvi.methods.gather import likelihood_of
+from slangvi.settings import CompiledSettings
 
 N = 12
 BUILDS = {"slang": slangvi.slang, "mean_field": slangvi.mean_field, "full": slangvi.full}
@@ -405,6 +408,90 @@ def test_linear_regression_has_its_exact_posterior(interface):
         q = opt.posterior
     assert float((q.variance.sqrt() / sd - 1).abs().max()) < 1e-3
     assert float(((q.loc - mean) / sd).abs().max()) < 0.15  # five times 1/√1000, the noise of draws
+
+
+@pytest.mark.slow
+def test_linear_regression_has_its_exact_mean_after_many_draws():
+    torch.manual_seed(0)
+    x = torch.randn(60, 4, dtype=torch.float64) * torch.tensor([1.0, 3.0, 0.3, 1.0], dtype=torch.float64)
+    y = x @ torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=torch.float64) + 0.5 * torch.randn(60, dtype=torch.float64)
+    model = nn.Linear(4, 1, bias=False).double()
+    exact = 4.0 * x.mT @ x + torch.eye(4, dtype=torch.float64)
+    mean, sd = torch.linalg.solve(exact, 4.0 * x.mT @ y), exact.inverse().diagonal().sqrt()
+
+    def falling(step: int) -> float:
+        return 0.3 if step < 500 else 0.3 * 5 / (step - 495)
+
+    own = {"num_data": 60, "rank": 4, "lr": falling, "precision_lr": 0.05, "mc_samples": 4}
+    vi = slangvi.slang.build(Gaussian(4.0).of(model), **own)  # curvature and projection are the default
+    state, generator = vi.init(dict(model.named_parameters())), torch.Generator().manual_seed(0)
+    for _ in range(6000):
+        state, _ = vi.update(state, (x, y.unsqueeze(1)), generator)
+    q = vi.posterior(state)
+    assert float((q.variance.sqrt() / sd - 1).abs().max()) < 1e-3
+    assert float(((q.loc - mean) / sd).abs().max()) < 0.02
+
+
+# ---- what a likelihood decides
+
+
+@pytest.mark.parametrize(("likelihood", "outputs", "curvature"), [
+    ("bernoulli", 1, "ggn"),
+    ("categorical", 4, "ggn"),
+    ("categorical", 5, "fisher"),
+    ("gaussian", 5, "fisher"),
+])  # fmt: skip
+def test_few_outputs_are_all_taken_and_of_many_one_target_is_drawn(likelihood, outputs, curvature):
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, outputs), torch.randn(8, 3)
+    opt = slangvi.SLANG(model, num_data=8, rank=2, likelihood=likelihood)
+    told = slangvi.SLANG(model, num_data=8, rank=2, likelihood=likelihood, curvature=curvature)
+    assert (opt.settings.projection, told.settings.projection) == ("em", "em")
+    heights = []
+    for one in (opt, told):
+        with one.sampled_params(train=True):
+            one.zero_grad()
+            model(x).square().mean().backward()
+        heights.append(one._rows[0].height)
+        one.discard_gradients()
+    assert heights[0] == heights[1]
+    assert (heights[0] == 8) == (curvature == "fisher" or outputs <= 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"likelihood": "categorical", "engine": "dense"},
+                                     {"likelihood": "categorical", "compile": True}])  # fmt: skip
+def test_the_loss_decides_where_no_likelihood_can(options):
+    opt = slangvi.SLANG(nn.Linear(3, 2), num_data=8, **options)
+    assert (opt.settings.curvature, opt.settings.projection) == ("ef", "eig")
+
+
+def test_a_likelihood_without_curvature_leaves_it_to_the_loss():
+    class Laplace(Likelihood):
+        def log_prob(self, outputs, targets):
+            return -(outputs - targets).abs().sum(-1)
+
+        def predictive(self, outputs):
+            return outputs
+
+    assert slangvi.SLANG(nn.Linear(3, 2), num_data=8, likelihood=Laplace()).settings.curvature == "ef"
+
+    class Sampled(Laplace):
+        def sample(self, outputs, generator=None):
+            return outputs + torch.empty_like(outputs).exponential_(generator=generator)
+
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    opt = slangvi.SLANG(model, num_data=8, likelihood=Sampled())
+    with opt.sampled_params(train=True):
+        model(x).square().mean().backward()
+    opt.step()
+    assert opt.settings.curvature == "auto"
+
+
+def test_functions_of_outputs_decide_as_well():
+    model = nn.Linear(3, 1)
+    for function, projection in ((Gaussian().of(model), "em"), (lambda params, batch: -batch @ params["w"], "eig")):
+        settings = CompiledSettings(num_data=8, rank=1, lr=0.1).for_likelihood(likelihood_of(function))
+        assert settings.projection == projection
 
 
 # ---- a safe start
