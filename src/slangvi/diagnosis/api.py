@@ -23,7 +23,7 @@ from slangvi.optimizer import VariationalOptimizer
 from slangvi.optimizer.groups import JOINED
 from slangvi.params.values import per_parameter
 from slangvi.predict.samples import call, evaluating
-from slangvi.priors import Prior
+from slangvi.priors import Prior, described_prior
 from slangvi.rows import GradientRecorder, RowGroup
 from slangvi.schedules import rate_at, warmed_up
 from slangvi.settings import (
@@ -198,11 +198,10 @@ def diagnose_state(
     method, kind = _FUNCTIONAL[type(state)]
     settings = bind_settings("diagnose_state", kind, **options)
     like = state.loc
-    lam = per_parameter("prior_precision", settings.prior_precision, state.spec, like)
     run = _Run(
         method=method,
         state=state,
-        prior=Prior(lam, per_parameter("prior_mean", settings.prior_mean, state.spec, like, positive=False)),
+        prior=described_prior(settings, state.spec, like),
         num_data=settings.num_data,
         temperature=settings.temperature,
         init_precision=per_parameter("init_precision", settings.init_precision, state.spec, like),
@@ -464,7 +463,7 @@ def _with_batch(found: Diagnosis, curvature: BatchCurvature, variances: Tensor) 
 
 
 def _layers(run: _Run, variances: Tensor, begun: Tensor | None) -> Iterator[Layer]:
-    state, lam = run.state, run.prior.precision.double()
+    state, lam = run.state, run.prior.diagonal.double()
     stddev, loc = variances.sqrt(), state.loc.double()
     for name, part in state.spec.slices.items():
         sd = stddev[part]

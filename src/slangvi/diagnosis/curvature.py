@@ -76,7 +76,7 @@ class BatchCurvature:
         self._kept: list[tuple[slice, Tensor]] | None = None
         if self.height * gradients.spec.num_params <= KEPT:
             self._kept = list(self._pieces())
-        self.prior = prior.precision.double().contiguous()
+        self.prior = prior.diagonal.double().contiguous()
         self._products = torch.zeros(self.height, self.height, dtype=torch.float64, device=self.prior.device)
         squares = torch.empty_like(self.prior)
         for columns, rows in self._pieces():

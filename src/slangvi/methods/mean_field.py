@@ -93,7 +93,7 @@ def update(
     """
     weight, beta = num_data / gradients.num_rows, (precision_lr or lr).value
     total, squares = gradients.sum(), gradients.square_sum() if curvature is None else curvature
-    diag = lerp(state.prec_diag, prior.precision, beta).add_((beta * weight) * squares)
+    diag = lerp(state.prec_diag, prior.diagonal, beta).add_((beta * weight) * squares)
     average, gradient = mean_gradient(state, total, weight, prior, momentum, ages)
     change = lr.value * (gradient / diag)
     if longest is not None:
