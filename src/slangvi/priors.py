@@ -136,8 +136,8 @@ def prior_from(posterior: Any, spec: ParamSpec, like: Tensor) -> Prior:
     require_same_layout(posterior, spec)
     factor, diag = (x.detach().to(like) for x in low_rank(posterior))
     found = Prior(diag, posterior.loc.detach().to(like), factor.contiguous() if len(factor) else None)
-    low, *others = found.bounds
-    if not (low > 0 and torch.tensor(others).isfinite().all()):
+    finite = all(bool(x.isfinite().all()) for x in (found.mean, diag, factor))
+    if not (finite and bool((diag > 0).all())):
         raise ValueError(f"prior must be finite, with a positive diagonal, in {like.dtype}, the dtype of the state.")
     return found
 
@@ -254,8 +254,10 @@ def _signed(more: Tensor, fewer: Tensor, is_exact: bool) -> tuple[Tensor, Tensor
 
 def _leading(factor: Tensor, rank: int) -> Tensor:
     """Return the leading scaled eigenvectors of UUᵀ by rows, (L, P), zeros beyond its rank."""
-    weights = leading_eigenpairs(gram_float64(factor), min(rank, len(factor))).vectors
-    return F.pad(weights.mT.to(factor.dtype) @ factor, (0, 0, 0, max(0, rank - len(factor))))
+    if rank == 0:
+        return factor[:0]
+    factor = F.pad(factor, (0, 0, 0, max(0, rank - len(factor))))
+    return leading_eigenpairs(gram_float64(factor), rank).vectors.mT.to(factor.dtype) @ factor
 
 
 class ELBO(NamedTuple):
