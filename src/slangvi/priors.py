@@ -95,8 +95,8 @@ def check_normal(name: str, value: Any) -> LowRankPrecisionNormal | Multivariate
     """Return a value that is one Gaussian posterior, or refuse it."""
     if not isinstance(value, LowRankPrecisionNormal | MultivariateNormal):
         raise TypeError(
-            f"{name} must be a Gaussian posterior, got {type(value).__name__}. Pass opt.posterior, vi.posterior(state), "
-            "a LowRankPrecisionNormal or a DensePrecisionNormal."
+            f"{name} must be a Gaussian posterior, got {type(value).__name__}. Pass opt.posterior, "
+            "vi.posterior(state), a LowRankPrecisionNormal or a DensePrecisionNormal."
         )
     if value.batch_shape:
         raise ValueError(f"{name} must be one posterior, got a batch of shape {tuple(value.batch_shape)}. Pick one.")
@@ -245,8 +245,8 @@ def _signed(more: Tensor, fewer: Tensor, is_exact: bool) -> tuple[Tensor, Tensor
     values, turn = torch.linalg.eigh((vectors * roots).mT @ signed)
     if is_exact and bool(values[0] < -ROUNDINGS * torch.finfo(rows.dtype).eps * values.abs().max()):
         raise ValueError(
-            "the parts know less than their prior in a direction of its factor, as parts of low rank may, and the merged "
-            "precision is no factor plus a diagonal. Pass rank=, which moves what is missing to the diagonal."
+            "the parts know less than their prior in a direction of its factor, as parts of low rank may, and the "
+            "merged precision is no factor plus a diagonal. Pass rank=, which moves what is missing to the diagonal."
         )
     mixed = ((vectors / roots) @ turn * values.abs().sqrt()).mT.to(rows.dtype) @ rows
     return mixed[values > 0], column_squares(mixed[values < 0])

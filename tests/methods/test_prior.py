@@ -262,13 +262,13 @@ def test_the_factor_is_held_and_never_written_to():
     model = network()
     first = slangvi.SLANG(model, num_data=50, rank=2)
     train(first)
-    given = first.posterior
-    before = [x.clone() for x in (given.loc, given.prec_factor, given.prec_diag)]
-    second = slangvi.SLANG(model, num_data=50, rank=2, prior=given)
+    held = first.posterior
+    before = [x.clone() for x in (held.loc, held.prec_factor, held.prec_diag)]
+    second = slangvi.SLANG(model, num_data=50, rank=2, prior=held)
     train(second)
     train(first)
-    assert second._hyper.prior().factor.data_ptr() == given.prec_factor.data_ptr()
-    assert all(map(torch.equal, (given.loc, given.prec_factor, given.prec_diag), before))
+    assert second._hyper.prior().factor.data_ptr() == held.prec_factor.data_ptr()
+    assert all(map(torch.equal, (held.loc, held.prec_factor, held.prec_diag), before))
 
 
 def test_the_prior_is_of_the_chosen_parameters():
@@ -367,7 +367,7 @@ def test_another_prior_is_refused_and_nothing_changes():
             other.load_state_dict(saved)
         assert torch.equal(other.posterior.loc, before.loc)
     plain = slangvi.SLANG(network(), num_data=50, rank=2)
-    with pytest.raises(ValueError, match="made with no posterior as its prior, and this optimizer has one"):
+    with pytest.raises(ValueError, match="no posterior as its prior, and this optimizer has posterior"):
         opt.load_state_dict(plain.state_dict())
 
 
@@ -383,14 +383,14 @@ def test_bad_priors_are_refused_by_name():
     with pytest.raises(ValueError, match=r"prior must be one posterior, got a batch of shape \(2,\)"):
         build(prior=prior.expand((2,)))
     other = posterior_of(nn.Linear(3, 2).double())
-    with pytest.raises(ValueError, match="prior is of other parameters: expected parameter '0.weight' of shape"):
+    with pytest.raises(ValueError, match=r"prior is of other parameters: expected parameter '0\.weight' of shape"):
         build(prior=other)
     bare = LowRankPrecisionNormal(torch.zeros(5), torch.zeros(5, 1), torch.ones(5))
     with pytest.raises(ValueError, match="prior is of other parameters: it has P = 5, and P = 26 is expected"):
         build(prior=bare)
-    for name, given in (("prior_precision", 2.0), ("prior_mean", {"*": 0.0})):
+    for name, own in (("prior_precision", 2.0), ("prior_mean", {"*": 0.0})):
         with pytest.raises(ValueError, match=f"{name} and prior are both given"):
-            build(prior=prior, **{name: given})
+            build(prior=prior, **{name: own})
     spoilt = LowRankPrecisionNormal(prior.loc * torch.nan, prior.prec_factor, prior.prec_diag, validate_args=False)
     with pytest.raises(ValueError, match="prior must be finite, with a positive diagonal"):
         build(prior=spoilt)
@@ -411,7 +411,7 @@ def test_groups_that_contradict_the_prior_are_refused_and_nothing_changes():
     opt = slangvi.SLANG(model, num_data=50, params=chosen, prior=posterior_of(model, params=chosen))
     train(opt)
     before = opt.posterior
-    with pytest.raises(ValueError, match="prior is of other parameters: it has 2 parameters, and 4 are expected|found"):
+    with pytest.raises(ValueError, match="prior is of other parameters: it has 2 parameters, and 4 are expected"):
         opt.add_param_group({"params": list(model[0].parameters())})
     opt.param_groups[0]["prior_precision"] = 3.0
     with pytest.raises(ValueError, match="prior_precision and prior are both given"):

@@ -70,11 +70,10 @@ def restored_random_state(saved: Tensor | None, generator: torch.Generator | Non
 def require_same_prior(then: str | None, now: str | None) -> None:
     """Raise ValueError unless a posterior as the prior, by its fingerprint, is the one of the saved run."""
     if then != now:
-        what = "no posterior" if then is None else "another posterior" if now is not None else "a posterior"
-        has = "has none" if now is None else "has one" if then is None else "has this one"
+        told, own = ("no posterior" if x is None else f"posterior {x[:8]}" for x in (then, now))
         raise ValueError(
-            f"state_dict was made with {what} as its prior, and this optimizer {has}. A state does not hold its prior: "
-            "build the optimizer with the same prior=, saved beside it by slangvi.save(path, prior)."
+            f"state_dict was made with {told} as its prior, and this optimizer has {own}. A state does not hold "
+            "its prior: build the optimizer with the same prior=, which slangvi.save(path, prior) keeps."
         )
 
 
