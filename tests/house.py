@@ -17,8 +17,9 @@ LIBRARY, REPRODUCTION = ROOT / "src" / "slangvi", ROOT / "reproduction" / "src" 
 LAYERS = (
     ("errors", "files", "types", "keywords", "environment"),
     ("checks", "out_of_memory"),
-    ("params", "linalg", "quadrature", "priors"),
+    ("params", "linalg", "quadrature"),
     ("distributions", "rows", "likelihoods", "schedules"),
+    ("priors",),
     ("divergence", "metrics", "grads"),
     ("settings", "plots"),
     ("optimizer",),

@@ -50,11 +50,13 @@ def dense_step(
     prior_precision: float | Tensor,
     prior_mean: float | Tensor = 0.0,
     momentum: float = 0.9,
+    prior_factor: Tensor | None = None,
 ) -> DenseState:
-    """One step of the algorithm, as written in its definition, with P×P matrices."""
+    """One step of the algorithm, as written in its definition, with P×P matrices; the prior may have a factor."""
     size, weight = len(state.loc), num_data / len(rows)
     beta = torch.as_tensor(precision_lr, dtype=torch.float64).expand(size)
-    fisher = weight * rows.T @ rows
+    others = torch.zeros(size, size, dtype=torch.float64) if prior_factor is None else prior_factor.T @ prior_factor
+    fisher = weight * rows.T @ rows + others
     keep, gain = (1 - beta).sqrt(), beta.sqrt()
     A = keep[:, None] * state.low * keep + gain[:, None] * fisher * gain
     values, vectors = torch.linalg.eigh(A)
@@ -66,6 +68,7 @@ def dense_step(
     average = momentum * state.momentum + (1 - momentum) * weight * rows.sum(0)
     step = state.step + 1
     gradient = average / (1 - momentum**step) + prior_precision * (state.loc - prior_mean)
+    gradient += others @ (state.loc - prior_mean)
     loc = state.loc - lr * torch.linalg.solve(low + torch.diag(diag), gradient)
     return DenseState(loc, low, diag, average, step)
 
@@ -91,18 +94,21 @@ def gaussian_step(
     momentum: float = 0.0,
     hessian: Tensor | None = None,
     diagonal: bool = False,
+    prior_factor: Tensor | None = None,
 ) -> GaussianState:
     """One step of an unrestricted Gaussian, or of its diagonal, as written in its definition; `hessian` is a sum."""
     size, weight, step = len(state.loc), num_data / len(rows), state.step + 1
     beta = torch.as_tensor(precision_lr, dtype=torch.float64).expand(size)
     curvature = weight * (rows.T @ rows if hessian is None else hessian)
     keep, gain = torch.diag((1 - beta).sqrt()), torch.diag(beta.sqrt())
-    target = curvature + torch.eye(size, dtype=torch.float64) * prior_precision
+    prior = torch.eye(size, dtype=torch.float64) * prior_precision
+    prior += 0 if prior_factor is None else prior_factor.T @ prior_factor
+    target = curvature + prior
     precision = keep @ state.precision @ keep + gain @ target @ gain
     if diagonal:
         precision = torch.diag(precision.diagonal())
     average = momentum * state.momentum + (1 - momentum) * weight * rows.sum(0)
-    gradient = average / (1 - momentum**step) + prior_precision * (state.loc - prior_mean)
+    gradient = average / (1 - momentum**step) + prior @ (state.loc - prior_mean)
     loc = state.loc - lr * (torch.linalg.inv(precision) @ gradient)
     return GaussianState(loc, precision, average, step)
 

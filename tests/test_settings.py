@@ -118,7 +118,7 @@ def test_a_new_setting_is_written_once():
 
 
 # Functions whose arguments have the names of settings and are not: numbers of one step, and what a plan is for.
-OWN_ARGUMENTS = ("update", "estimate_memory")
+OWN_ARGUMENTS = ("update", "advanced", "estimate_memory")
 
 
 def test_no_signature_of_the_library_lists_six_settings_again():

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from slangvi.predict import linearised_predictive as linearised_predictive
     from slangvi.predict import predictive_samples as predictive_samples
     from slangvi.priors import ELBO as ELBO
+    from slangvi.priors import merge_posteriors as merge_posteriors
     from slangvi.rows import register_rule as register_rule
     from slangvi.schedules import inverse_time as inverse_time
     from slangvi.schedules import slow_precision as slow_precision
@@ -98,7 +99,7 @@ _NAMES = {
         "linearised_predictive",
         "predictive_samples",
     ),
-    "priors": ("ELBO",),
+    "priors": ("ELBO", "merge_posteriors"),
     "rows": ("register_rule",),
     "schedules": ("inverse_time", "slow_precision"),
     "tracking": ("track",),

@@ -44,7 +44,7 @@ def step_length(before: Any, after: Any, prior: Prior, lr: float | Tensor, momen
     needs no solve. (Where groups have rates of their own, α weighs each entry.) Nothing is read from the device.
     States have `loc`, (..., P), the later one also `momentum` and `step`; α, γ and the step broadcast with `loc`.
     """
-    gradient = after.momentum / (1 - momentum**after.step) + prior.precision * (before.loc - prior.mean)
+    gradient = prior.add_slope(before.loc, after.momentum / (1 - momentum**after.step))
     squared: Tensor = -(lr * gradient * (after.loc - before.loc)).sum(-1) / before.loc.shape[-1]
     return squared.clamp_min(0.0).sqrt()
 

@@ -19,6 +19,7 @@ from slangvi import checks
 from slangvi.divergence import REACTIONS
 from slangvi.likelihoods import Likelihood, likelihood_named
 from slangvi.params import Params
+from slangvi.priors import Prior, check_normal, check_plain, low_rank
 from slangvi.schedules import Schedule
 from slangvi.types import Routes
 
@@ -176,11 +177,24 @@ class GaussianSettings(MethodSettings):
 
     Args:
         prior_mean: μ₀; a number, a dict of names or globs, or a (P,) tensor.
-        init_precision: diagonal of the precision at the start; number, dict or tensor.
+        init_precision: diagonal of the precision at the start; number, dict or tensor. Where it is left at 1 beside a
+            `prior`, that prior's.
+        prior: a posterior of the same parameters, such as `opt.posterior` of an earlier run, as the prior of this one;
+            it takes the place of `prior_precision` and `prior_mean`.
     """
 
     prior_mean: Any = per_group(0.0)
     init_precision: Any = per_group(1.0)
+    prior: Any = checked(None, check_normal)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prior is None:
+            return
+        check_plain(vars(self))
+        if isinstance(self.init_precision, int | float) and self.init_precision == 1.0:
+            factor, diag = low_rank(self.prior)
+            object.__setattr__(self, "init_precision", Prior(diag, self.prior.loc, factor).diagonal.detach())
 
 
 # ---- methods that estimate the curvature from the gradient of every example

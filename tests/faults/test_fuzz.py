@@ -107,6 +107,8 @@ def registered(kind, rule):
 PUBLIC = {
     **{name: optimizer_with(*row) for name, row in CLASSES.items()},
     "slang.build": build_with(slangvi.slang.build, rank=1, prior_precision=1.0, momentum=0.9, init_precision=1.0),
+    "online_eig.build, prior": build_with(slangvi.online_eig.build, rank=1, prior=None, prior_mean=0.0),
+    "merge_posteriors": (slangvi.merge_posteriors, {"posteriors": [POSTERIOR, POSTERIOR], "prior": 0.5, "rank": 1}),
     "mean_field.build": build_with(slangvi.mean_field.build, curvature="ef", temperature=1.0, mc_samples=1),
     "full.build": build_with(slangvi.full.build, curvature="ef", prior_mean=0.0, precision_lr=None),
     "online_eig.build": build_with(slangvi.online_eig.build, rank=1, precision_warmup=True, engine=None),

@@ -70,6 +70,15 @@ def test_functional_steps_are_those_of_the_eager_one(taped, rank, draws):
         assert math.isclose(a.captured, b.captured, rel_tol=1e-9, abs_tol=1e-12)
 
 
+def test_a_posterior_may_be_the_prior(taped):
+    prior = run_loop(False).posterior
+    for rank in (0, 3):
+        assert_close(run_pure(True, rank, 2, prior=prior)[0], run_pure(False, rank, 2, prior=prior)[0])
+    assert_close(run_loop(True, prior=prior)._state, run_loop(False, prior=prior)._state)
+    assert len(taped) > 3
+    assert all(graph.replays for graph in taped)
+
+
 @pytest.mark.parametrize("spoil", [4, 6])
 def test_a_batch_that_is_not_finite_is_refused_and_the_run_goes_on(taped, spoil):
     eager, _, _ = run_pure(False, 2, 2, spoil=spoil)

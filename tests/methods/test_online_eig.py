@@ -42,7 +42,8 @@ def prior_of(params):
 def dense_step(state, rows, num_data, prior, alpha, beta, gamma=0.9):
     """The equations as they are written, with every permutation and sign tried."""
     weight, rank = num_data / len(rows), len(state.prec_factor)
-    curvature = weight * rows.mT @ rows
+    prior_matrix = prior.precision.diag() + (0 if prior.factor is None else prior.factor.mT @ prior.factor)
+    curvature = weight * rows.mT @ rows + prior_matrix - prior.precision.diag()
     values, vectors = torch.linalg.eigh(curvature)
     values = torch.where(values > 1e-12 * values[-1], values, 0.0)  # roots of rounding errors would be large
     fresh = (vectors * values.sqrt()).mT.flip(0)[:rank]
@@ -57,7 +58,7 @@ def dense_step(state, rows, num_data, prior, alpha, beta, gamma=0.9):
     rest = curvature.diagonal() - fresh.square().sum(0)
     diag = (1 - beta) * state.prec_diag + beta * (rest + prior.precision)
     average = gamma * state.momentum + (1 - gamma) * weight * rows.sum(0)
-    gradient = average / (1 - gamma ** (state.step + 1)) + prior.precision * (state.loc - prior.mean)
+    gradient = average / (1 - gamma ** (state.step + 1)) + prior_matrix @ (state.loc - prior.mean)
     loc = state.loc - alpha * torch.linalg.solve(factor.mT @ factor + diag.diag(), gradient)
     return {"loc": loc, "prec_factor": factor, "prec_diag": diag, "momentum": average}, values.flip(0)
 
@@ -74,6 +75,19 @@ def test_a_step_is_the_written_equations(count, params, rank):
     torch.testing.assert_close(info.spectrum[:count], values[:rank][:count], rtol=1e-9, atol=1e-9)
     assert float(info.total) == pytest.approx(float(values.sum()))
     assert (after.step, info.step, info.num_rows) == (4, 4, count)
+
+
+@pytest.mark.parametrize(("count", "params", "rank", "columns"), [(4, 7, 2, 2), (9, 5, 3, 1), (2, 6, 4, 3)])
+def test_columns_of_a_prior_count_as_curvature(count, params, rank, columns):
+    state, rows, plain = start(params, rank), rows_of(count, params), prior_of(params)
+    prior = replace(plain, factor=rows_of(columns, params, seed=2))
+    wanted, values = dense_step(state, rows, 50, prior, 0.1, 0.3)
+    after, info = online_eig.update(
+        state, DenseGradients.from_rows(rows), num_data=50, prior=prior, lr=Rate(0.1), precision_lr=Rate(0.3)
+    )
+    for name in TENSORS:
+        torch.testing.assert_close(getattr(after, name), wanted[name], rtol=1e-9, atol=1e-9)
+    assert float(info.total) == pytest.approx(float(values.sum()))
 
 
 def test_rates_may_differ_between_parameters():

@@ -24,7 +24,7 @@ from slangvi.optimizer import Inspection, VariationalOptimizer
 from slangvi.optimizer.groups import JOINED
 from slangvi.params.values import per_parameter
 from slangvi.predict.samples import call, evaluating
-from slangvi.priors import Prior
+from slangvi.priors import Prior, described_prior
 from slangvi.rows import GradientRecorder, RowGroup
 from slangvi.schedules import Schedule, warmed_up
 from slangvi.settings import (
@@ -165,9 +165,8 @@ def diagnose_state(
         raise TypeError("give log_likelihood and batch together, or neither.")
     method, kind = _FUNCTIONAL[type(state)]
     settings = bind_settings("diagnose_state", kind, **options)
-    lam, log_likelihood = prior_precision_of(settings.prior_precision, state), at_learnt_noise(log_likelihood, state)
-    mean, begun = (_values(state, settings, x) for x in ("prior_mean", "init_precision"))
-    prior, curvature, known = Prior(lam, mean), None, _told(method, settings, info, history)
+    log_likelihood, begun = at_learnt_noise(log_likelihood, state), _values(state, settings, "init_precision")
+    prior, curvature, known = _prior_of(settings, state), None, _told(method, settings, info, history)
     if log_likelihood is not None:
         gather = _gather(state, log_likelihood, batch, getattr(settings, "model", None), draws, seed)
         curvature = _curvature(state, prior, settings, gather, draws, seed)
@@ -175,6 +174,13 @@ def diagnose_state(
         schedule = settings.lr if settings.precision_lr is None else settings.precision_lr
         known["start_share"] = _left(schedule, state.step, settings.precision_warmup)
     return _report(state, prior, begun, start, known, curvature)
+
+
+def _prior_of(settings: Any, state: Any) -> Prior:
+    """Return the prior that settings describe, with what a state has learnt of it."""
+    if getattr(settings, "prior", None) is not None:
+        return described_prior(settings, state.spec, state.loc)
+    return Prior(prior_precision_of(settings.prior_precision, state), _values(state, settings, "prior_mean"))
 
 
 def _of_estimator(
@@ -342,7 +348,7 @@ def _report(
     """Return the diagnosis of a state, given fields that it does not tell, and of a batch if its curvature is given."""
     with torch.autocast(state.loc.device.type, enabled=False):
         variances, begun = state.precision.inv_diag().double(), None if start is None else _flat_start(start, state)
-        layers = tuple(_layers(state, prior.precision.double(), variances, init_precision, begun))
+        layers = tuple(_layers(state, prior.diagonal.double(), variances, init_precision, begun))
         known["rank"] = None if hasattr(state, "prec_matrix") else len(getattr(state, "prec_factor", ()))
         if begun is not None:
             known["moved"] = _length((state.loc.double() - begun) / variances.sqrt())

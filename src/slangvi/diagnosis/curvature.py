@@ -67,7 +67,7 @@ class BatchCurvature:
         rows = self._rows = FactoredGradients(spec, groups, like, routes)
         self.num_draws, self.num_examples, self.height = len(groups), rows.num_rows // len(groups), rows.height
         self._weight = math.sqrt(num_data / rows.num_rows)
-        self.prior = prior.precision.double().contiguous()
+        self.prior = prior.diagonal.double().contiguous()
         self._products, squares = self.prior.new_zeros(self.height, self.height), torch.empty_like(self.prior)
         for columns, piece in self._pieces():
             self._products += piece @ piece.mT

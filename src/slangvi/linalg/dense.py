@@ -71,6 +71,10 @@ class DensePrecision:
         inverse: Tensor = torch.linalg.solve_triangular(self.cholesky, eye.expand_as(self.cholesky), upper=False)
         return inverse.square().sum(-2)
 
+    def inv_quadratic(self, rows: Tensor) -> Tensor:
+        """xᵀP⁻¹x for every row x of (..., K, P), (..., K)."""
+        return self.whiten(rows).square().sum(-1)
+
     def logdet(self) -> Tensor:
         """Log det P in float64, (...)."""
         return 2.0 * self.cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1, dtype=torch.float64)

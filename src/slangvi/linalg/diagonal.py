@@ -53,6 +53,10 @@ class DiagonalPrecision:
         """1 / s, (..., P)."""
         return self.diag.reciprocal()
 
+    def inv_quadratic(self, rows: Tensor) -> Tensor:
+        """xᵀ diag(s)⁻¹ x for every row x of (..., P)."""
+        return (rows.square() / self.diag).sum(-1)
+
     def logdet(self) -> Tensor:
         """Σ log s in float64, (...)."""
         return self.diag.log().sum(-1, dtype=torch.float64)

@@ -50,11 +50,11 @@ def mean_gradient(
     r"""Return the averaged likelihood gradient, and the gradient of the mean, which adds the prior's.
 
     $$ m^+ = \gamma m + (1-\gamma)\tfrac NR\textstyle\sum_r g_r, \qquad
-       \tfrac{m^+}{1-\gamma^t} + \lambda \circ (\mu - \mu_0) $$
+       \tfrac{m^+}{1-\gamma^t} + \Lambda_0 (\mu - \mu_0) $$
 
     The state has `loc`, `momentum` and `step`; `total` is Σ_r g_r, (..., P), `weight` is N/R.
     """
     loc, old = state.loc, state.momentum
     new = lerp((weight * total).to(old.dtype), old, momentum)
     corrected = new / debiasing(momentum, state.step + 1, ages)
-    return new, torch.addcmul(corrected.to(loc.dtype), prior.precision, loc - prior.mean)
+    return new, prior.add_slope(loc, corrected.to(loc.dtype))

@@ -21,7 +21,7 @@ from slangvi.out_of_memory import out_of_memory_advice
 from slangvi.params import Params, ParamSpec
 from slangvi.params.state import FlatState
 from slangvi.params.values import learnt_members, per_parameter
-from slangvi.priors import Prior
+from slangvi.priors import Prior, described_prior, prior_from
 from slangvi.rows.dense import Together, draws_at_once
 from slangvi.schedules import Rate, rate_at, warmed_up
 from slangvi.settings import FunctionalSettings, HessianSettings, LogLikelihood, MethodSettings
@@ -61,9 +61,7 @@ class Basics:
         like = state.loc
         key = (state.spec, like.dtype, like.device)
         if key not in self._priors:
-            lam = per_parameter("prior_precision", self.settings.prior_precision, state.spec, like)
-            given = getattr(self.settings, "prior_mean", 0.0)
-            self._priors[key] = Prior(lam, per_parameter("prior_mean", given, state.spec, like, positive=False))
+            self._priors[key] = described_prior(self.settings, state.spec, like)
         return self._priors[key]
 
     def rate(self, step: int) -> float:
@@ -80,6 +78,9 @@ class Basics:
         """Return the pure functions of a method whose step is take(state, batch, generator) → state, info."""
 
         def begin(params: Params) -> AnyState:
+            posterior = getattr(self.settings, "prior", None)
+            if posterior is not None:
+                prior_from(posterior, ParamSpec.of(params), posterior.loc)  # checks it
             state = init(params)
             self.prior_of(state)  # checks the prior
             return state

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slangvi.divergence import REMEDY, Watch
 from slangvi.likelihoods import Likelihood, curvature_seeds, likelihood_named
+from slangvi.linalg.products import rows_dot_vector
 from slangvi.methods.learning import Learning, NotedGaussian, Seen, noise_of
 from slangvi.optimizer import InfoT, StateT, VariationalOptimizer
 from slangvi.optimizer.groups import GroupValues
@@ -57,6 +58,9 @@ class Precision(Protocol):
 
     def inv_diag(self) -> Tensor:
         """Diagonal of the covariance, (..., P)."""
+
+    def inv_quadratic(self, rows: Tensor) -> Tensor:
+        """Return xᵀΣx of every row x, (K, P) → (K,)."""
 
     def logdet(self) -> Tensor:
         """Log-determinant of the precision, (...)."""
@@ -134,12 +138,20 @@ class Info(Told):
 
 
 def kl_to_prior(state: GaussianState, prior: Prior) -> Tensor:
-    r"""$\tfrac12[\sum\lambda\,\mathrm{diag}\Sigma + \sum\lambda(\mu-\mu_0)^2 - P - \sum\log\lambda + \log\det]$."""
+    r"""Return KL(q ‖ prior), exactly, for priors with a factor too.
+
+    $$ \tfrac12\bigl[\mathrm{tr}\,\Lambda_0\Sigma + (\mu-\mu_0)^\top\Lambda_0(\mu-\mu_0) - P
+       - \log\det\Lambda_0 + \log\det\Lambda\bigr] $$
+    """
     lam, double = prior.precision, torch.float64
     # Sums over many parameters, which nearly cancel.
     spread = (lam * state.precision.inv_diag()).sum(-1, dtype=double)
-    spread = spread + (lam * (state.loc - prior.mean).square()).sum(-1, dtype=double)
-    kl: Tensor = 0.5 * (spread - lam.shape[-1] - lam.log().sum(-1, dtype=double) + state.precision.logdet())
+    away = state.loc - prior.mean
+    spread = spread + (lam * away.square()).sum(-1, dtype=double)
+    if prior.factor is not None:
+        spread = spread + state.precision.inv_quadratic(prior.factor).sum(0, dtype=double)
+        spread = spread + rows_dot_vector(prior.factor, away).square().sum(-1)
+    kl: Tensor = 0.5 * (spread - lam.shape[-1] - prior.logdet + state.precision.logdet())
     return kl.to(lam.dtype)
 
 

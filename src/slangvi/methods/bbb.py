@@ -140,10 +140,10 @@ def advanced(
         eps: ε of Adam, against gradients of the whole negative ELBO.
         scale: "softplus" or "log".
     """
-    sigma, lam, share = stddev_of(rho.value, scale), prior.precision, _adam.to_dtype_of(loc.value, weight)
+    sigma, share = stddev_of(rho.value, scale), _adam.to_dtype_of(loc.value, weight)
     slope = rho.value.sigmoid() if scale == "softplus" else sigma
-    by_loc = torch.addcmul(share * gradients.sum(0), lam, loc.value - prior.mean)
-    by_sigma = torch.addcmul(share * (gradients * noise).sum(0), lam, sigma)
+    by_loc = prior.add_slope(loc.value, share * gradients.sum(0))
+    by_sigma = torch.addcmul(share * (gradients * noise).sum(0), prior.diagonal, sigma)
     by_rho = slope * by_sigma - slope / sigma
     options: dict[str, Any] = {"lr": lr, "step": step, "betas": betas, "eps": eps}
     return _adam.adam_step(loc, by_loc, **options), _adam.adam_step(rho, by_rho, **options)

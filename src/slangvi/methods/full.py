@@ -100,6 +100,9 @@ def update(
     total = gradients.sum()
     matrix = _averaged(state.prec_matrix, gradients, curvature, weight, beta)
     matrix.diagonal(dim1=-2, dim2=-1).add_(beta * prior.precision)
+    if prior.factor is not None:
+        rows = prior.factor * beta**0.5
+        matrix += rows.mT @ rows
     precision = factorize_dense(matrix)
     average, gradient = mean_gradient(state, total, weight, prior, momentum, ages)
     change = lr.value * precision.solve(gradient)

@@ -85,6 +85,8 @@ def update(
     $$ m^+ = \gamma m + (1-\gamma)\tfrac{N}{R}\textstyle\sum_r g_r, \qquad
        \mu^+ = \mu - \alpha\,\bigl[\tfrac{m^+}{1-\gamma^t} + \lambda(\mu-\mu_0)\bigr] / s^+ $$
 
+    Where the prior has a factor C, λ is the diagonal of its precision in s⁺, and the whole of it in the gradient of μ.
+
     Arguments are those of `slangvi.slang.update`; of the gradients only the sum and the sum of squares are used.
     `curvature` holds the diagonals of the R Hessians of the negative log-likelihood, summed, (..., P); None takes the
     empirical Fisher from the gradients.
@@ -95,7 +97,7 @@ def update(
     """
     weight, beta = num_data / gradients.num_rows, (precision_lr or lr).value
     total, squares = gradients.sum(), gradients.square_sum() if curvature is None else curvature
-    diag = lerp(state.prec_diag, prior.precision, beta).add_((beta * weight) * squares)
+    diag = lerp(state.prec_diag, prior.diagonal, beta).add_((beta * weight) * squares)
     average, gradient = mean_gradient(state, total, weight, prior, momentum, ages)
     change = lr.value * (gradient / diag)
     if longest is not None:

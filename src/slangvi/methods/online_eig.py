@@ -33,6 +33,7 @@ from slangvi.optimizer.groups import GroupValues
 from slangvi.params import Params
 from slangvi.params.state import require_finite
 from slangvi.priors import Prior
+from slangvi.rows.appended import append_rows
 from slangvi.rows.operator import GradientOperator
 from slangvi.schedules import Rate
 from slangvi.settings import LogLikelihood, LowRankOptimizerSettings, LowRankSettings
@@ -73,6 +74,7 @@ def update(
     """
     step, weight = state.step + 1, num_data / gradients.num_rows
     beta, factor = (precision_lr or lr).value, state.prec_factor
+    gradients = append_rows(gradients, prior.factor, weight)
     total, squares = gradients.sum(), gradients.square_sum()
     require_finite("the gradient", step, state.spec, GRADIENT_REMEDY, total, squares)
     try:

@@ -155,7 +155,8 @@ def update(
        \mu^+ = \mu - \alpha\,(U^+U^{+\top} + \mathrm{diag}\,d^+)^{-1}
        \bigl[\tfrac{m^+}{1-\gamma^t} + \lambda(\mu-\mu_0)\bigr] $$
 
-    U⁺ is any factor of the best approximation: its rows are the scaled eigenvectors, or a rotation of them.
+    A prior that has a factor C, as posteriors do, adds βCCᵀ to A and CCᵀ(μ − μ₀) to the gradient of the mean. U⁺ is any
+    factor of the best approximation: its rows are the scaled eigenvectors, or a rotation of them.
 
     Args:
         state: before the step; modified only with `in_place`.

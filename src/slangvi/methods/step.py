@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slangvi.errors import NumericalError
 from slangvi.linalg import LowRankPrecision, factorize
-from slangvi.linalg.products import cache_slices, rows_dot_vector
+from slangvi.linalg.products import cache_slices, combine_rows, rows_dot_vector
 from slangvi.linalg.threads import one_thread
 from slangvi.linalg.topk import SMALL
 from slangvi.methods._averages import shortening
@@ -40,6 +40,7 @@ from slangvi.methods.projection import (
 from slangvi.params import ParamSpec
 from slangvi.params.state import require_finite
 from slangvi.priors import Prior
+from slangvi.rows.appended import append_rows
 from slangvi.rows.operator import GradientOperator
 from slangvi.schedules import Rate
 
@@ -130,8 +131,10 @@ class Step:
         is_start: bool = False,
     ) -> None:
         self.longest = longest
-        self.old, self.new, self.gradients, self.prior, self.rates = old, new, gradients, prior, rates
+        self.old, self.new, self.prior, self.rates = old, new, prior, rates
         self.weight = num_data / gradients.num_rows
+        # The prior's factor is no gradient, but enters the precision like one.
+        self.gradients = gradients = append_rows(gradients, prior.factor, self.weight)
         self.total = gradients.sum()
         self.in_place = new.loc.data_ptr() == old.loc.data_ptr()
         self.ends = _ends(spec, rates.precision_lr)
@@ -187,12 +190,12 @@ class Step:
             bounds: see `bounds`.
         """
         total, average, loc, low, high = bounds
-        smallest, largest, mean = self.prior.bounds
+        smallest, largest, mean, spread = self.prior.bounds
         lowest, highest = min(low, smallest), max(high, largest)
         weight, rate = (float(x.max() if isinstance(x, Tensor) else x) for x in (self.weight, self.rates.lr))
         correction = self.rates.correction
         correction = float(correction.min() if isinstance(correction, Tensor) else correction)
-        slope = (weight * total + average) / correction + highest * (loc + mean)
+        slope = (weight * total + average) / correction + (highest + spread) * (loc + mean)
         step = rate * slope / lowest if lowest > 0 else math.inf
         limit = 0.1 * torch.finfo(self.old.loc.dtype).max
         relative = trace / lowest if lowest > 0 else math.inf
@@ -232,6 +235,7 @@ class Step:
             x.to(old.loc.dtype) if isinstance(x, Tensor) else x
             for x in (self.weight, self.rates.lr, self.rates.momentum, self.rates.correction)
         )
+        pull = self._pull()
         for cut in cache_slices(self.total):
             gamma_here, correction_here = (
                 x[cut] if isinstance(x, Tensor) and x.shape == (size,) else x for x in (gamma, correction)
@@ -241,12 +245,22 @@ class Step:
             self.new.momentum[..., cut] = slope
             away = old.loc[..., cut] - self.prior.mean[..., cut]
             slope.div_(correction_here).addcmul_(self.prior.precision[..., cut], away)
+            if pull is not None and self.prior.factor is not None:
+                slope += combine_rows(pull, self.prior.factor[:, cut])
         change = precision.solve(self.total, in_place=True).mul_(alpha)
         if self.longest is not None:
             squared = rows_dot_vector(precision.factor, change).square().sum(-1)
             squared += (precision.diag * change).mul_(change).sum(-1, dtype=torch.float64)
             change.mul_(shortening(squared, size, self.longest).unsqueeze(-1).to(change.dtype))
         torch.sub(old.loc, change, out=self.new.loc)
+
+    def _pull(self) -> Tensor | None:
+        """Return Cᵀ(μ − μ₀), (L₀,); None where the prior has no factor."""
+        loc, mean, factor = self.old.loc, self.prior.mean, self.prior.factor
+        if factor is None:
+            return None
+        found = [rows_dot_vector(factor[:, cut], loc[cut] - mean[cut]) for cut in cache_slices(loc)]
+        return torch.stack(found).sum(0).to(loc.dtype)
 
 
 def take_step(

@@ -13,7 +13,7 @@ from torch import Tensor
 from slangvi import checks
 from slangvi.params import ParamSpec
 from slangvi.params.values import learnt_members, per_parameter, with_numbers
-from slangvi.priors import Prior
+from slangvi.priors import Prior, check_plain, prior_from
 from slangvi.schedules import Rate, warmed_up
 
 __all__ = ["JOINED", "GroupRates", "GroupValues", "check_group"]
@@ -48,15 +48,22 @@ class GroupValues:
         spec: layout of all groups' parameters, in the groups' order.
         name_of: id of a parameter → its name.
         like: tensor whose dtype and device the vectors have.
+        posterior: prior of all parameters together; None where groups say it.
     """
 
     def __init__(
-        self, groups: Sequence[Mapping[str, Any]], spec: ParamSpec, name_of: Mapping[int, str], like: Tensor
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        spec: ParamSpec,
+        name_of: Mapping[int, str],
+        like: Tensor,
+        posterior: Any = None,
     ) -> None:
         self.groups = groups
         self.spec = spec
         self.name_of = name_of
         self.like = like
+        self.posterior = posterior
         self._prior: tuple[Any, list[Any], Prior] | None = None  # what it was made from, which is held, and λ and μ₀
 
     def rates(self, step: int, warms_up: bool = False) -> GroupRates:
@@ -128,6 +135,12 @@ class GroupValues:
         Args:
             learnt: those prior precisions that are; None where a method learns none.
         """
+        if self.posterior is not None:
+            for group in self.groups:
+                check_plain(group)
+            if self._prior is None:
+                self._prior = None, [], prior_from(self.posterior, self.spec, self.like)
+            return self._prior[2]
         given = [group.get(key, 0.0) for group in self.groups for key in ("prior_precision", "prior_mean")]
         now = _snapshot([*given, *(learnt or [])])
         if self._prior is None or self._prior[0] != now:
@@ -162,6 +175,8 @@ class GroupValues:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Refuse a new group's impossible values at once rather than at the first step."""
+    if "prior" in group:
+        raise ValueError("prior is one posterior of all parameters, and a group has its own. Pass it to the optimizer.")
     for param in group["params"]:
         if not param.requires_grad:
             raise ValueError(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from slangvi.errors import user_stacklevel
 
-__all__ = ["call_hooks", "hold_hooks", "restored_random_state", "warn_of_other_data"]
+__all__ = ["call_hooks", "hold_hooks", "require_same_prior", "restored_random_state", "warn_of_other_data"]
 
 
 @contextmanager
@@ -65,6 +65,16 @@ def restored_random_state(saved: Tensor | None, generator: torch.Generator | Non
             f"state_dict['generator'] is no state of a generator on {generator.device}: {error}"
         ) from error
     return saved.cpu()
+
+
+def require_same_prior(then: str | None, now: str | None) -> None:
+    """Raise ValueError unless a posterior as the prior, by its fingerprint, is the one of the saved run."""
+    if then != now:
+        told, own = ("no posterior" if x is None else f"posterior {x[:8]}" for x in (then, now))
+        raise ValueError(
+            f"state_dict was made with {told} as its prior, and this optimizer has {own}. A state does not hold "
+            "its prior: build the optimizer with the same prior=, which slangvi.save(path, prior) keeps."
+        )
 
 
 def warn_of_other_data(then: int, now: int) -> None:

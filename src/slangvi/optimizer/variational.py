@@ -23,7 +23,13 @@ from slangvi import checks
 from slangvi.errors import DivergenceError, NumericalError, UnsupportedModuleError, user_stacklevel
 from slangvi.keywords import document_fields
 from slangvi.optimizer.groups import JOINED, GroupValues, check_group
-from slangvi.optimizer.saving import call_hooks, hold_hooks, restored_random_state, warn_of_other_data
+from slangvi.optimizer.saving import (
+    call_hooks,
+    hold_hooks,
+    require_same_prior,
+    restored_random_state,
+    warn_of_other_data,
+)
 from slangvi.out_of_memory import out_of_memory_advice
 from slangvi.params import Params, ParamSpec
 from slangvi.params.mirror import Mirror
@@ -456,6 +462,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
             packed = super().state_dict()
         self._handed_out = True
         packed["slangvi"] = pack(type(self).__name__, self._state, self.generator, self.settings.num_data)
+        packed["slangvi"]["prior"] = self._fingerprint
         packed["slangvi"]["bad_batches"] = [self._bad_in_a_row, self._bad_in_all]
         return call_hooks(after, self, packed)
 
@@ -474,6 +481,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         saved: dict[str, Any] = state_dict.get("slangvi")  # type: ignore[assignment]
         check_packed(saved, type(self).__name__, self._state)
+        require_same_prior(saved.get("prior"), self._fingerprint)
         warn_of_other_data(saved["num_data"], self.settings.num_data)
         random = restored_random_state(saved["generator"], self.generator)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -539,7 +547,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         mirror = Mirror(dict(zip(spec.names, params, strict=True)), spec)
         name_of = {id(param): name for name, param in mirror.named.items()}
         like = torch.empty(0, dtype=state_dtype(params), device=params[0].device)
-        hyper = GroupValues(self.param_groups, spec, name_of, like)
+        hyper = GroupValues(self.param_groups, spec, name_of, like, getattr(self.settings, "prior", None))
         fresh = self._with_learnt(self._begin(mirror.named, hyper), hyper)
         if old is not None:
             for name, value in tensors_of(old):
@@ -566,7 +574,13 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
     def _replace(self, tensors: dict[str, Tensor], **others: Any) -> None:
         """Put other tensors, perhaps on another device, into the state."""
         self._state = replace(self._state, **tensors, **others)  # type: ignore[type-var]
-        self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, self._state.loc)
+        given = getattr(self.settings, "prior", None)
+        self._hyper = GroupValues(self.param_groups, self._spec, self._name_of, self._state.loc, given)
+
+    @property
+    def _fingerprint(self) -> str | None:
+        """What a checkpoint holds of a posterior as the prior; None where there is none."""
+        return None if self._hyper.posterior is None else self._hyper.prior().fingerprint
 
     def _exact(self) -> AbstractContextManager[Any]:
         """Full precision for the state's own arithmetic, whatever autocast the caller is in."""
