@@ -167,7 +167,7 @@ def test_duplicated_data_with_doubled_count_is_another_temperature():
 def test_engines_agree_on_a_module():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)).double()
-    likelihood = slangvi.Bernoulli().of(model)
+    likelihood = slangvi.Bernoulli().of(model).__call__
     states = []
     for engine in ("dense", "factored"):
         vi = slangvi.slang.build(likelihood, num_data=40, rank=3, lr=0.1, mc_samples=2, model=model, engine=engine)

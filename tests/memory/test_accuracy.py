@@ -57,7 +57,7 @@ def by_optimizer(model: nn.Module, x: Tensor, y: Tensor, rank: int, draws: int, 
 
 
 def by_function(model: nn.Module, x: Tensor, y: Tensor, rank: int, draws: int, **options: object) -> None:
-    options = {name: value for name, value in options.items() if name != "likelihood"}
+    options = {"curvature": "ef"} | {name: value for name, value in options.items() if name != "likelihood"}
     vi = slangvi.slang.build(
         slangvi.Categorical().of(model),
         num_data=1000,

@@ -38,6 +38,8 @@ def run_pure(compile: bool, rank: int, draws: int, steps: int = 8, spoil: int | 
         mc_samples=draws,
         model=model,
         compile=compile,
+        curvature="ef",
+        projection="eig",
         **options,
     )
     state, source, infos = vi.init(dict(model.named_parameters())), torch.Generator().manual_seed(1), []

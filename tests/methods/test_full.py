@@ -143,7 +143,7 @@ def test_engines_agree_with_each_other_and_with_the_optimizer(engine):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.arange(6) % 2
-    vi = full.build(slangvi.Categorical().of(model), num_data=20, lr=0.2, model=model, engine=engine)
+    vi = full.build(slangvi.Categorical().of(model), num_data=20, lr=0.2, engine=engine, curvature="ef")
     state = vi.init({name: p.detach().clone() for name, p in model.named_parameters()})
     for k in range(3):
         state, _ = vi.update(state, (x, y), generator=torch.Generator().manual_seed(k))

@@ -38,7 +38,7 @@ def network(sizes: list[int], kind: str) -> nn.Module:
 
 
 def log_likelihood_of(model: nn.Module):
-    return slangvi.Gaussian(2.0).of(model)
+    return slangvi.Gaussian(2.0).of(model).__call__  # a function like any other, whose likelihood is not known
 
 
 def dense_start(state: slang.State) -> DenseState:
@@ -369,7 +369,7 @@ def test_tied_parameters_are_counted_once_in_the_functional_api():
 
 def test_logits_of_any_size_stay_finite():
     model = nn.Linear(1, 3)
-    vi = slang.build(slangvi.Categorical().of(model), num_data=4, rank=1, lr=0.1, model=model)
+    vi = slang.build(slangvi.Categorical().of(model), num_data=4, rank=1, lr=0.1, model=model, curvature="ef")
     state = vi.init(dict(model.named_parameters()))
     batch = (torch.tensor([[1e4], [-1e4]]), torch.tensor([0, 2]))
     state, info = vi.update(state, batch, generator=torch.Generator().manual_seed(0))

@@ -74,7 +74,7 @@ def test_a_schedule_that_leaves_its_range_is_named_at_the_step():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_bad_inputs_leave_the_state_and_name_the_trouble(engine, bad):
     model = nn.Linear(2, 1)
-    vi = slang.build(slangvi.Gaussian(2.0).of(model), num_data=5, rank=1, lr=0.1, model=model, engine=engine)
+    vi = slang.build(slangvi.Gaussian(2.0).of(model), num_data=5, rank=1, lr=0.1, engine=engine, curvature="ef")
     state = vi.init(dict(model.named_parameters()))
     batch = (torch.tensor([[1.0, bad], [0.0, 1.0]]), torch.zeros(2, 1))
     with pytest.raises(NumericalError, match="not finite for 1 of 2 examples"):
@@ -111,7 +111,7 @@ def test_a_precision_that_overflows_is_refused():
 @pytest.mark.parametrize("engine", ["dense", "factored"])
 def test_log_likelihoods_of_the_wrong_shape_are_refused(values, engine):
     model = nn.Linear(1, 1)
-    vi = slang.build(lambda p, b: values, num_data=3, rank=1, lr=0.1, model=model, engine=engine)
+    vi = slang.build(lambda p, b: values, num_data=3, rank=1, lr=0.1, engine=engine, curvature="ef")
     with pytest.raises(ValueError, match=r"one value per example, shape \(3,\)"):
         vi.update(vi.init(dict(model.named_parameters())), torch.zeros(3, 1))
 
@@ -130,7 +130,7 @@ def test_a_likelihood_need_not_call_the_model_it_names():
     batch = (torch.randn(3, 2), torch.zeros(3, 1))
     found = []
     for engine in ("factored", "dense"):
-        vi = slang.build(by_hand, num_data=3, rank=1, lr=0.1, model=model, engine=engine)
+        vi = slang.build(by_hand, num_data=3, rank=1, lr=0.1, engine=engine, curvature="ef")
         state, _ = vi.update(vi.init(dict(model.named_parameters())), batch, torch.Generator().manual_seed(0))
         found.append(state.loc)
     torch.testing.assert_close(*found)

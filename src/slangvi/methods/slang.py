@@ -297,7 +297,6 @@ class SLANG(GaussianOptimizer[State, Info]):
         torch.Size([8])
     """
 
-    _update = staticmethod(update)
     _writes_in_place = True
 
     settings: CompiledOptimizerSettings
@@ -305,7 +304,9 @@ class SLANG(GaussianOptimizer[State, Info]):
     @init_keywords_of(CompiledOptimizerSettings)
     def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
         super().__init__(model, bind_settings(type(self).__name__, CompiledOptimizerSettings, *args, **options))
-        self._update = partial(update, projection=self.settings.projection)
+
+    def _update(self, state: State, gradients: GradientOperator, **options: Any) -> tuple[State, Info]:
+        return update(state, gradients, projection=self.settings.projection, **options)
 
     def _begin(self, params: Params, hyper: GroupValues) -> State:
         return init(params, self.settings.rank, hyper.per_parameter("init_precision"))

@@ -548,6 +548,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         name_of = {id(param): name for name, param in mirror.named.items()}
         like = torch.empty(0, dtype=state_dtype(params), device=params[0].device)
         hyper = GroupValues(self.param_groups, spec, name_of, like, getattr(self.settings, "prior", None))
+        if hyper.posterior is not None:
+            hyper.prior()  # whether it is of these parameters, before anything is made by it
         fresh = self._with_learnt(self._begin(mirror.named, hyper), hyper)
         if old is not None:
             for name, value in tensors_of(old):
