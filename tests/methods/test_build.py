@@ -112,7 +112,5 @@ def test_other_errors_come_through():
 
 
 def test_unknown_curvatures_are_refused():
-    with pytest.raises(
-        ValueError, match="curvature must be one of 'auto', 'ef', .*, got 'gnn'"
-    ):
+    with pytest.raises(ValueError, match=r"curvature must be one of 'auto', 'ef', .*, got 'gnn'"):
         mean_field.build(log_likelihood, num_data=3, lr=0.1, curvature="gnn")
