@@ -428,6 +428,8 @@ TASKS = {
     "a1a, 1,000 epochs": Task("a1a", 1, 1000, CHEAP),
     "Breast cancer, 10,000 epochs, 20 splits": Task("breast_cancer", 20, 10_000, CHEAP),
     "Australian, 10,000 epochs, 20 splits": Task("australian", 20, 10_000, CHEAP[:2]),
+    "a1a, 10,000 epochs": Task("a1a", 1, 10_000, CHEAP[:1]),
+    "USPS, 10,000 epochs, 5 splits": Task("usps_3vs5", 5, 10_000, CHEAP[:1]),
 }
 OFFLINE = {"Australian": ("australian", 20), "Breast cancer": ("breast_cancer", 20), "a1a": ("a1a", 1)}
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slangvi.linalg import kernels
-from slangvi.linalg.products import column_squares
+from slangvi.linalg.products import column_squares, rows_dot
 
 __all__ = ["Block", "Formed", "Outer", "Patches", "Stacked", "Sum", "TableRows", "add", "stack"]
 
@@ -118,6 +118,14 @@ class Formed(Block):
     def square_sum(self) -> Tensor:
         """Return Σ_r g_r ∘ g_r, (p,)."""
         return column_squares(self.rows)
+
+    def gram(self) -> Tensor:
+        """Return G Gᵀ, (R, R)."""
+        return rows_dot(self.rows, self.rows)
+
+    def mm(self, rows: Tensor) -> Tensor:
+        """Return G Cᵀ for C (K, p), (R, K)."""
+        return rows_dot(self.rows, rows)
 
     def narrow(self, start: int, stop: int) -> Formed:
         """Return some columns, as a view."""
