@@ -271,12 +271,14 @@ class FunctionalSettings(CurvatureSettings):
         model: the module behind `log_likelihood`, which is called with parameters of the module's dtypes.
         engine: "factored" reads gradients off autograd's graph, one backward pass for each draw, and keeps them as
             factors where that is less; "dense" forms all of them by `torch.func`, all draws in one pass if they are
-            small. None takes "factored" where there is a `model` or `curvature_rows`.
+            small. None takes "factored" where there is a `model`, a number of `curvature_rows`, or a curvature of the
+            likelihood.
         curvature: "ef", the empirical Fisher of the paper, from the gradients of the log-likelihood; "ggn", the
             generalised Gauss-Newton matrix, which is the Hessian of models that are linear in their parameters; or
             "fisher", an estimate of that from targets that are drawn, for any number of outputs. The latter two need a
             log-likelihood that knows its outputs, such as `slangvi.Categorical().of(model)`. "auto" takes "ggn" for
-            one of up to four outputs, "fisher" for more, and "ef" for other functions.
+            one of up to four outputs, "fisher" for more, and "ef" for other functions, `compile=True` and
+            `engine="dense"`.
     """
 
     model: nn.Module | None = None
@@ -379,7 +381,8 @@ class CurvatureOptimizerSettings(OptimizerSettings, CurvatureSettings):
             log-likelihood; "ggn", the generalised Gauss-Newton matrix of a `likelihood`, or "fisher", an estimate of
             that from targets that are drawn, for any number of outputs. The latter two take a small pass of their own
             over the `curvature_rows` examples, so that the loss may be anything, and clipping of p.grad acts. "auto"
-            takes "ggn" with a `likelihood` of up to four outputs, "fisher" with one of more, and "ef" without.
+            takes "ggn" with a `likelihood` of up to four outputs, "fisher" with one of more, and "ef" without, and with
+            `compile=True` or `engine="dense"`.
         likelihood: "categorical", "bernoulli", "gaussian" or a `Likelihood`, of the targets given the outputs.
         engine: "factored" reads gradients off autograd's graph; "dense" goes back through it once for each example
             (slow; for comparison).

@@ -355,7 +355,10 @@ def linear():
         (lambda: slangvi.SLANG(linear(), num_data=3, prior_precision={"no": "learn"}), "matches no parameter"),
         (lambda: slangvi.SLANG(linear(), num_data=3, prior_precision="learnt"), "must be a number, got 'learnt'"),
         (lambda: slangvi.SLANG(linear(), num_data=3, init_precision="learn"), "init_precision must be a number here"),
-        (lambda: slangvi.SLANG(linear(), num_data=3, prior_precision="learn", compile=True), "drop compile=True"),
+        (
+            lambda: slangvi.SLANG(linear(), num_data=3, prior_precision="learn", compile=True),
+            "needs a prior_precision that",
+        ),
         (
             lambda: slangvi.SLANG(
                 linear(), num_data=3, noise_precision="learn", likelihood="gaussian", compile=True, on_divergence="warn"
@@ -418,3 +421,88 @@ def test_diagnosis_sees_what_was_learnt():
         opt._state, slangvi.Gaussian().of(opt.model), (x, y), curvature="ggn", **options
     )
     assert 0 < found.effective_parameters <= P
+
+
+# ---- numbers that are of the parameters they were learnt for
+
+
+def test_the_order_of_a_dict_does_not_matter():
+    x, y = problem()
+    one = make(prior_precision={"big": "learn", "*": "learn"})
+    train(one, x, y, 130)
+    other = make(1, prior_precision={"*": "learn", "big": "learn"})
+    other.load_state_dict(one.state_dict())
+    assert other.prior_precision == one.prior_precision
+    assert torch.equal(other._prior().precision, one._prior().precision)
+
+
+def test_numbers_of_other_parameters_are_refused():
+    x, y = problem()
+    names = [name for name, _ in Parts().named_parameters()]
+    one = make(prior_precision={names[0]: "learn", "*": 1.0})
+    train(one, x, y, 110)
+    other = make(prior_precision={names[1]: "learn", "*": 1.0})
+    before = other._state
+    with pytest.raises(ValueError, match="learns prior precisions of other parameters"):
+        other.load_state_dict(one.state_dict())
+    assert other._state is before
+    one.param_groups[0]["prior_precision"] = {names[1]: "learn", "*": 1.0}
+    with pytest.raises(ValueError, match="of other parameters than the 1 that the run began with"):
+        train(one, x, y, 1)
+
+
+def test_residuals_without_a_backward_pass_do_not_count():
+    x, y = problem()
+    runs = [make(), make(), make()]
+    for k, opt in enumerate(runs):
+        train(opt, x, y, 120)
+        with opt.sampled_params(train=True):
+            opt.zero_grad()
+            if k == 1:  # a pass that is given up
+                (-opt.likelihood.log_prob(opt.model(x), y + 30).mean()).backward()
+                opt.discard_gradients()
+                opt.zero_grad()
+            if k == 2:  # a number to be logged
+                opt.likelihood.log_prob(opt.model(x), y + 30).mean().detach()
+            (-opt.likelihood.log_prob(opt.model(x), y).mean()).backward()
+        opt.step()
+    taus = [opt.info.noise_precision for opt in runs]
+    assert taus[1:] == pytest.approx([taus[0]] * 2, rel=1e-6)
+
+
+def test_a_kept_likelihood_has_the_noise_of_a_run_that_is_loaded():
+    x, y = problem()
+    one, other = make(), make(1)
+    train(one, x, y, 130)
+    kept = other.likelihood
+    other.load_state_dict(one.state_dict())
+    assert kept.noise_precision == one.likelihood.noise_precision != 1.0
+
+
+def test_a_class_made_from_gaussian_is_not_replaced():
+    class Masked(slangvi.Gaussian):
+        def log_prob(self, outputs, targets):
+            return super().log_prob(outputs[:, :1], targets[:, :1])
+
+    with pytest.raises(ValueError, match="not even a class made from it"):
+        make(likelihood=Masked())
+    with pytest.raises(ValueError, match="not even a class made from it"):
+        slangvi.slang.build(Masked().of(Parts()), num_data=N, rank=1, lr=0.1, noise_precision="learn")
+
+
+def test_functions_that_learn_nothing_refuse_a_state_that_did():
+    x, y = problem()
+    model = Parts()
+    likelihood, own = slangvi.Gaussian().of(model), {"num_data": N, "rank": 1, "lr": 0.1}
+    learning_run = slangvi.slang.build(likelihood, noise_precision="learn", **own)
+    state, _ = learning_run.update(learning_run.init(dict(model.named_parameters())), (x, y))
+    with pytest.raises(ValueError, match="these settings learn neither noise nor prior"):
+        slangvi.slang.build(likelihood, **own).update(state, (x, y))
+
+
+def test_other_ways_than_those_saved_are_told():
+    x, y = problem()
+    one, other = make(), make(projection="eig")
+    train(one, x, y, 2)
+    with pytest.warns(UserWarning, match="saved with projection=em, and this optimizer has projection=eig"):
+        other.load_state_dict(one.state_dict())

@@ -173,7 +173,7 @@ ROUTES = Routes(layers={"0.*": "form"}, spectrum="gram", chunk_bytes=100)
     "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
 )
 @pytest.mark.parametrize("options", [{"routes": ROUTES}, {"routes": ROUTES, "memory_limit": 10_000}, {"compile": True}])
-@pytest.mark.filterwarnings("ignore:compile=True has no effect")
+@pytest.mark.filterwarnings("ignore:compile=True replays no steps")
 def test_copies_keep_their_settings(duplicate, options):
     model, x, y = model_and_data()
     opt = train(make(model, **options), x, y)

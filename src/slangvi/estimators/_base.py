@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar
@@ -71,6 +71,11 @@ class BaseSLANG(BaseEstimator, ABC):  # type: ignore[misc]
         check_is_fitted(self)
         lam, spec = prior_precision_of(self.prior_precision, self.state_), self.state_.spec
         return {name: float(lam[part].mean()) for name, part in spec.slices.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for item in fields(self._parameters):  # those that came after it was pickled
+            self.__dict__.setdefault(item.name, item.default)
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "state_")

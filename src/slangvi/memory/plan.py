@@ -128,7 +128,7 @@ def estimate_memory(
         memory_limit: likewise.
         verify: likewise.
         curvature_rows: likewise.
-        curvature: likewise; "ggn" and "fisher" need a likelihood, and in the functional interface a target.
+        curvature: likewise; all but "ef" need a likelihood, and in the functional interface a target.
         projection: likewise.
         likelihood: "categorical", "bernoulli", "gaussian" or a `Likelihood`, which "auto" decides by.
         loss: (output, target) → loss, one number or one for each example; None takes something of the size of a
@@ -156,6 +156,11 @@ def estimate_memory(
     if interface == "functional":
         settings = CompiledSettings(**options, model=model)
     settings = settings.for_likelihood(None if likelihood is None else likelihood_named(likelihood))
+    is_pair = isinstance(batch, tuple | list) and len(batch) > 1
+    if interface == "functional" and settings.curvature != "ef" and not is_pair:
+        raise ValueError(
+            "batch must be (input, target): the likelihood's curvature needs a target where functions are."
+        )
     run = (model, batch, loss, likelihood, settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # training will show them

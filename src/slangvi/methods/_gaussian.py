@@ -273,10 +273,22 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
     def _with_learnt(self, fresh: StateT, hyper: GroupValues) -> StateT:
         noise = self._known.noise_precision if isinstance(self._known, NotedGaussian) else None
         learning = Learning(fresh.spec, hyper.learnt(), noise, getattr(self.settings, "compile", False))
+        hyper.begun = hyper.learnt()
         started: StateT = replace(fresh, learnt=learning.start(fresh.loc))  # type: ignore[type-var]
         hyper.prior(learning.numbers(started)[2:])  # checks it
         self._learning = learning
         return started
+
+    def discard_gradients(self) -> None:
+        """See `VariationalOptimizer`; residuals that learnt noise would follow are forgotten as well."""
+        super().discard_gradients()
+        own = self._own()
+        if isinstance(own._known, NotedGaussian):
+            own._known.forget()
+
+    def _learns(self) -> list[Any] | None:
+        count, members = self._learning.count, self._learning.members
+        return [count, members] if count else None
 
     def _rebuild(self, old: StateT | None) -> None:
         super()._rebuild(old)

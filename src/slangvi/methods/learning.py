@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -72,7 +73,9 @@ class Learning:
         self.spec, self.noise = spec, noise
         self.count, self.members = members
         if self.count and is_compiled:
-            raise ValueError("compile=True needs a prior that is given. Give prior_precision, or drop compile=True.")
+            raise ValueError(
+                'compile=True needs a prior_precision that is a number, and not "learn". Drop one of them.'
+            )
         self._read: tuple[Tensor | None, list[float]] = None, []
 
     def __bool__(self) -> bool:
@@ -88,7 +91,7 @@ class Learning:
     def numbers(self, state: Any) -> list[float]:
         """Return the numbers of a state, or those of the start if it comes from a run that learns none."""
         learnt = self.start(state.loc) if self and state.learnt is None else state.learnt
-        if not self or learnt is None:
+        if learnt is None:
             return []
         if self._read[0] is not learnt:
             theirs, ours = learnt_in(learnt), learnt_in(self.start(learnt))
@@ -158,7 +161,8 @@ def _within(value: float, start: float) -> float:
 class NotedGaussian(Gaussian):
     """Gaussian targets with the noise of an optimizer that learns it.
 
-    Residuals are noted while a block of training is open, which is how the optimizer sees them.
+    Residuals of outputs that a backward pass reaches are noted while a block of training is open, which is how the
+    optimizer sees them.
 
     Args:
         noise_precision: τ so far.
@@ -172,6 +176,10 @@ class NotedGaussian(Gaussian):
         """Begin a block of training."""
         self._is_open, self._count = True, 0
 
+    def forget(self) -> None:
+        """Forget what was noted in an open block."""
+        self._count = 0
+
     def close(self) -> tuple[float, int] | None:
         """End it; return the sum of squared residuals and their number, or None if none was seen."""
         self._is_open = False
@@ -182,20 +190,26 @@ class NotedGaussian(Gaussian):
         values = super().log_prob(outputs, targets)
         if self._is_open and outputs.requires_grad:
             squares = (targets - outputs.detach()).double().square().sum()
-            self._sum = squares + self._sum if self._count else squares
-            self._count += targets.numel()
+            outputs.register_hook(partial(self._note, squares, targets.numel()))
         return values
+
+    def _note(self, squares: Tensor, count: int, gradient: Tensor) -> None:
+        """Add residuals whose gradient goes back."""
+        if self._is_open:
+            self._sum = squares + self._sum if self._count else squares
+            self._count += count
 
 
 def noise_of(likelihood: Any) -> float:
     """Return the noise precision that learning starts from, or say that a likelihood has none."""
-    if not isinstance(likelihood, Gaussian):
+    if type(likelihood) not in (Gaussian, NotedGaussian):
         got = "None" if likelihood is None else type(likelihood).__name__
         raise ValueError(
             f'noise_precision="learn" needs Gaussian targets, got {got}. Pass likelihood="gaussian" to an optimizer, '
-            "or slangvi.Gaussian().of(model) to build; other likelihoods have no noise precision."
+            "or slangvi.Gaussian().of(model) to build; no other likelihood, not even a class made from it, is learnt."
         )
-    return likelihood.noise_precision
+    tau: float = likelihood.noise_precision
+    return tau
 
 
 def at_learnt_noise(log_likelihood: Any, state: Any) -> Any:
@@ -211,5 +225,5 @@ def prior_precision_of(given: Any, state: Any) -> Tensor:
     count, _ = learnt_members("prior_precision", given, state.spec, state.spec)
     if count and hasattr(state, "learnt"):
         numbers = [START] * count if state.learnt is None else state.learnt[2:].tolist()
-        given = with_numbers(given, state.spec, numbers)
+        given = with_numbers("prior_precision", given, state.spec, state.spec, numbers)
     return per_parameter("prior_precision", given, state.spec, state.loc)

@@ -64,6 +64,7 @@ class GroupValues:
         self.name_of = name_of
         self.like = like
         self.posterior = posterior
+        self.begun: tuple[int, list[int]] | None = None  # what `learnt` told when the run began
         self._prior: tuple[Any, list[Any], Prior] | None = None  # what it was made from, which is held, and λ and μ₀
 
     def rates(self, step: int, warms_up: bool = False) -> GroupRates:
@@ -144,10 +145,10 @@ class GroupValues:
         given = [group.get(key, 0.0) for group in self.groups for key in ("prior_precision", "prior_mean")]
         now = _snapshot([*given, *(learnt or [])])
         if self._prior is None or self._prior[0] != now:
-            if learnt is not None and self.learnt()[0] != len(learnt):
+            if learnt is not None and self.begun is not None and self.learnt() != self.begun:
                 raise ValueError(
-                    f"param groups learn {self.learnt()[0]} prior precisions, and the run began with {len(learnt)}. "
-                    "Set prior_precision back, or build the optimizer anew."
+                    f"param groups learn {self.learnt()[0]} prior precisions of other parameters than the "
+                    f"{len(learnt)} that the run began with. Set prior_precision back, or build the optimizer anew."
                 )
             lam = self.per_parameter("prior_precision", learnt=learnt)
             self._prior = now, given, Prior(lam, self.per_parameter("prior_mean", positive=False))
@@ -159,7 +160,8 @@ class GroupValues:
         for inner, given in self.per_group(key):
             if numbers is not None:
                 count, _ = learnt_members(key, given, inner, self.spec)
-                given = with_numbers(given, inner, list(islice(numbers, count))) if count else given  # noqa: PLW2901
+                own = list(islice(numbers, count))
+                given = with_numbers(key, given, inner, self.spec, own) if count else given  # noqa: PLW2901
             whole = isinstance(given, Tensor) and given.shape == (self.spec.num_params,)
             value = torch.cat([given[self.spec.slices[name]] for name in inner.names]) if whole else given
             parts.append(per_parameter(key, value, inner, self.like, positive, known=self.spec))

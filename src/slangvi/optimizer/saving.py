@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 
 from slangvi.errors import user_stacklevel
 
-__all__ = ["call_hooks", "hold_hooks", "require_same_prior", "restored_random_state", "warn_of_other_data"]
+__all__ = [
+    "call_hooks",
+    "hold_hooks",
+    "require_same_prior",
+    "restored_random_state",
+    "warn_of_other_data",
+    "warn_of_other_ways",
+]
 
 
 @contextmanager
@@ -83,6 +90,18 @@ def warn_of_other_data(then: int, now: int) -> None:
         warnings.warn(
             f"state_dict was made with num_data={then}, this optimizer has num_data={now}; the posterior will change "
             "width.",
+            UserWarning,
+            stacklevel=user_stacklevel(),
+        )
+
+
+def warn_of_other_ways(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Warn of settings by which a run goes on in another way than the one that was saved."""
+    unlike = [name for name, value in saved.items() if own.get(name, value) != value]
+    if unlike:
+        before, now = (", ".join(f"{name}={ways[name]}" for name in unlike) for ways in (saved, own))
+        warnings.warn(
+            f"state_dict was saved with {before}, and this optimizer has {now}: its steps will be others.",
             UserWarning,
             stacklevel=user_stacklevel(),
         )

@@ -29,6 +29,7 @@ from slangvi.optimizer.saving import (
     require_same_prior,
     restored_random_state,
     warn_of_other_data,
+    warn_of_other_ways,
 )
 from slangvi.out_of_memory import out_of_memory_advice
 from slangvi.params import Params, ParamSpec
@@ -43,6 +44,8 @@ __all__ = ["InfoT", "Inspection", "StateT", "VariationalOptimizer"]
 
 StateT = TypeVar("StateT", bound=FlatState)
 InfoT = TypeVar("InfoT")
+# Settings that decide which steps are taken.
+WAYS = ("curvature", "projection", "curvature_rows")
 # Optimizers in a block that `train()` began.
 _BEGUN: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -463,6 +466,8 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         self._handed_out = True
         packed["slangvi"] = pack(type(self).__name__, self._state, self.generator, self.settings.num_data)
         packed["slangvi"]["prior"] = self._fingerprint
+        packed["slangvi"]["learns"] = self._learns()
+        packed["slangvi"]["ways"] = self._ways()
         packed["slangvi"]["bad_batches"] = [self._bad_in_a_row, self._bad_in_all]
         return call_hooks(after, self, packed)
 
@@ -478,10 +483,24 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         for hook in after:
             hook(own)
 
+    def _learns(self) -> list[Any] | None:
+        """Return which prior precisions are learnt, for files; None for none."""
+        return None
+
+    def _ways(self) -> dict[str, str]:
+        """Return settings that a run can go on without, but to other steps, for files."""
+        return {name: str(getattr(self.settings, name)) for name in WAYS if hasattr(self.settings, name)}
+
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         saved: dict[str, Any] = state_dict.get("slangvi")  # type: ignore[assignment]
         check_packed(saved, type(self).__name__, self._state)
         require_same_prior(saved.get("prior"), self._fingerprint)
+        if saved.get("learns", self._learns()) != self._learns():
+            raise ValueError(
+                "state_dict is of a run that learns prior precisions of other parameters. Build the optimizer with the "
+                "same prior_precision."
+            )
+        warn_of_other_ways(saved.get("ways", {}), self._ways())
         warn_of_other_data(saved["num_data"], self.settings.num_data)
         random = restored_random_state(saved["generator"], self.generator)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -492,7 +511,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
         self._replace(tensors, step=int(saved["step"]))
         self._bad_in_a_row, self._bad_in_all = saved.get("bad_batches", (0, 0))
         self.discard_gradients()
-        self._mirror.write(self._state.loc)
+        self._write(self._state.loc)
         self.info = None  # what is known is of another run
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -22,26 +22,34 @@ LEARN, LEARN_EACH = "learn", "learn-each"
 def learnt_members(name: str, value: Any, spec: ParamSpec, known: ParamSpec) -> tuple[int, list[int]]:
     """Return how many numbers of a setting are learnt, and which of them each parameter tensor has; -1 for none.
 
-    A dict may say "learn" beside its numbers: each such name or glob has one of its own.
+    A dict may say "learn" beside its numbers: each such name or glob has one of its own. They are counted in the order
+    of the parameters, whatever that of the dict.
     """
     if isinstance(value, str) and value in (LEARN, LEARN_EACH):
         each = value == LEARN_EACH
         return len(spec.names) if each else 1, [place * each for place in range(len(spec.names))]
-    keys = [key for key, given in value.items() if _is_learnt(given)] if isinstance(value, Mapping) else []
-    if not keys:
+    if not isinstance(value, Mapping) or not any(map(_is_learnt, value.values())):
         return 0, [-1] * len(spec.names)
-    places = {key: float(keys.index(key)) if key in keys else -1.0 for key in value}
-    return len(keys), [int(place) for place in _from_patterns(name, places, spec, known, -math.inf)]
+    keys, owners = _learnt_keys(name, value, spec, known)
+    return len(keys), [keys.index(owner) if owner in keys else -1 for owner in owners]
 
 
-def with_numbers(value: Any, spec: ParamSpec, numbers: Sequence[float]) -> Any:
+def with_numbers(name: str, value: Any, spec: ParamSpec, known: ParamSpec, numbers: Sequence[float]) -> Any:
     """Return a setting with the learnt numbers in the place of words, in the order of `learnt_members`."""
     if isinstance(value, Mapping):
-        own = iter(numbers)
-        return {key: next(own) if _is_learnt(given) else given for key, given in value.items()}
+        keys, _ = _learnt_keys(name, value, spec, known)
+        return {**value, **dict(zip(keys, numbers, strict=True))}
     if isinstance(value, str) and value == LEARN_EACH:
         return dict(zip(spec.names, numbers, strict=True))
     return numbers[0] if _is_learnt(value) else value
+
+
+def _learnt_keys(name: str, value: Mapping[str, Any], spec: ParamSpec, known: ParamSpec) -> tuple[list[str], list[str]]:
+    """Return the keys that say "learn", in the order of the first tensor of each, and the key of each tensor."""
+    every = list(value)
+    places = _from_patterns(name, {key: float(place) for place, key in enumerate(every)}, spec, known, -math.inf)
+    owners = [every[int(place)] for place in places]
+    return [key for key in dict.fromkeys([*owners, *every]) if _is_learnt(value[key])], owners
 
 
 def _is_learnt(value: Any) -> bool:
