@@ -141,7 +141,7 @@ def test_a_weight_and_its_bias_share_their_memory_in_the_graph(taped):
 
 
 def test_groups_that_differ_run_eagerly_and_say_so_once(taped):
-    with pytest.warns(UserWarning, match="no effect: parameter groups differ in lr, precision_lr or momentum") as told:
+    with pytest.warns(UserWarning, match="replays no steps: parameter groups differ in lr, precision_lr or momentum") as told:
         compiled = run_loop(True, groups=True)
     assert len(told) == 1
     assert_close(compiled._state, run_loop(False, groups=True)._state)
@@ -149,13 +149,13 @@ def test_groups_that_differ_run_eagerly_and_say_so_once(taped):
 
 @pytest.mark.parametrize("run", [run_loop, lambda compile: run_pure(compile, 1, 1)])
 def test_without_a_gpu_steps_run_eagerly_and_say_so_once(run):
-    with pytest.warns(UserWarning, match="no effect: it needs a CUDA device, and the parameters are on cpu") as told:
+    with pytest.warns(UserWarning, match="replays no steps: it needs a CUDA device, and the parameters are on cpu") as told:
         run(True)
     assert len(told) == 1
 
 
 def test_formed_gradients_are_not_captured():
-    with pytest.warns(UserWarning, match='no effect: it needs engine="factored"'):
+    with pytest.warns(UserWarning, match='replays no steps: it needs engine="factored"'):
         slangvi.slang.build(lambda p, b: -(b - p["w"]).square().sum(1), num_data=2, rank=1, lr=0.1, compile=True)
 
 

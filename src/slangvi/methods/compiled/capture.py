@@ -23,7 +23,7 @@ def has_graphs(device: torch.device) -> bool:
 def warn_eager(reason: str) -> None:
     """Warn that steps run eagerly, and why."""
     warnings.warn(
-        f"compile=True replays no steps: {reason}. They run eagerly.", UserWarning, stacklevel=user_stacklevel()
+        f"compile=True replays no steps: {reason}. Steps run eagerly.", UserWarning, stacklevel=user_stacklevel()
     )
 
 
