@@ -141,7 +141,7 @@ def test_a_weight_and_its_bias_share_their_memory_in_the_graph(taped):
 
 
 def test_groups_that_differ_run_eagerly_and_say_so_once(taped):
-    with pytest.warns(UserWarning, match="replays no steps: parameter groups differ in lr, precision_lr or momentum") as told:
+    with pytest.warns(UserWarning, match="no steps: parameter groups differ in lr, precision_lr or momentum") as told:
         compiled = run_loop(True, groups=True)
     assert len(told) == 1
     assert_close(compiled._state, run_loop(False, groups=True)._state)
@@ -149,7 +149,7 @@ def test_groups_that_differ_run_eagerly_and_say_so_once(taped):
 
 @pytest.mark.parametrize("run", [run_loop, lambda compile: run_pure(compile, 1, 1)])
 def test_without_a_gpu_steps_run_eagerly_and_say_so_once(run):
-    with pytest.warns(UserWarning, match="replays no steps: it needs a CUDA device, and the parameters are on cpu") as told:
+    with pytest.warns(UserWarning, match="no steps: it needs a CUDA device, and the parameters are on cpu") as told:
         run(True)
     assert len(told) == 1
 
