@@ -160,3 +160,13 @@ def test_rows_that_are_refused_change_nothing():
         model.partial_fit(x[:, :2], y)
     assert all(vars(model)[key] is value for key, value in kept.items())
     assert vars(model).keys() == kept.keys()
+
+
+def test_an_estimator_from_before_a_parameter_has_its_default():
+    x, y = np.random.default_rng(0).normal(size=(20, 2)), np.arange(20) % 2
+    fitted = SLANGClassifier(max_iter=1, random_state=0).fit(x, y)
+    saved = {name: value for name, value in fitted.__getstate__().items() if name not in ("curvature", "projection")}
+    again = SLANGClassifier.__new__(SLANGClassifier)
+    again.__setstate__(saved)
+    assert again.get_params() == fitted.get_params()
+    again.partial_fit(x, y)

@@ -241,3 +241,11 @@ def test_errors_say_what_to_do(model, batch, error, match):
 def test_arguments_are_checked(options, match):
     with pytest.raises(ValueError, match=match):
         slangvi.estimate_memory(network(), X, **options)
+
+
+def test_a_curvature_of_functions_that_needs_a_target_asks_for_it():
+    own = {"likelihood": "categorical", "interface": "functional"}
+    with pytest.raises(ValueError, match=r"batch must be \(input, target\)"):
+        slangvi.estimate_memory(nn.Linear(4, 3), torch.empty(8, 4), **own)
+    plan = slangvi.estimate_memory(nn.Linear(4, 3), (torch.empty(8, 4), torch.zeros(8, dtype=torch.long)), **own)
+    assert plan.peak > 0
