@@ -34,6 +34,7 @@ PLACE = Path(__file__).parents[1] / "results" / "curvatures.json"
 Numbers = dict[str, float]
 Options = dict[str, Any]
 Task = Callable[[Options, int], Numbers]
+Results = dict[str, dict[str, dict[str, list[float]]]]
 
 
 def fit(
@@ -148,7 +149,7 @@ def run(task: Task, options: Options) -> dict[str, list[float]]:
     return {key: [statistics.mean(column), statistics.stdev(column)] for key, column in columns.items()}
 
 
-def markdown(found: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+def markdown(found: Results) -> str:
     """The table of docs/curvature.md: the first number of each task, whose lowest is best, and ELBOs of the toy."""
     heads = [f"{curvature}, {projection}" for curvature, projection in WAYS]
     lines = ["| run | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(WAYS)]
@@ -160,19 +161,29 @@ def markdown(found: dict[str, dict[str, dict[str, list[float]]]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    if PLACE.exists():  # finished tasks are kept
-        found = json.loads(PLACE.read_text(encoding="utf-8"))["results"]
+def study(place: Path, tasks: dict[str, Task], ways_of: Callable[[str], dict[str, Options]]) -> Results:
+    """Run the tasks that the command line names, but for those in the file already, and write it after each.
+
+    Args:
+        place: the file.
+        tasks: by name.
+        ways_of: name of a task → options by the name of a column.
+
+    Returns:
+        Task → column → number → mean and standard deviation, all that the file holds.
+    """
+    found: Results = {}
+    if place.exists():  # finished tasks are kept
+        found = json.loads(place.read_text(encoding="utf-8"))["results"]
     only, begin = sys.argv[1:] or [""], time.perf_counter()
     torch.set_num_threads(1)
-    for name, task in TASKS.items():
+    for name, task in tasks.items():
         if name in found or not name.startswith(tuple(only)):
             continue
-        found[name] = {", ".join(way): run(task, options_of(name, way)) for way in WAYS}
+        found[name] = {column: run(task, options) for column, options in ways_of(name).items()}
         print(name, json.dumps(found[name]), flush=True)
         record = {
-            "command": "python reproduction/benchmarks/curvatures.py",
+            "command": f"python reproduction/benchmarks/{place.stem}.py",
             "seeds": list(SEEDS),
             "versions": {"slangvi": slangvi.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
             "device": platform.processor() or platform.machine(),
@@ -180,8 +191,12 @@ def main() -> None:
             "seconds of the last call": round(time.perf_counter() - begin),
             "results": found,
         }
-        PLACE.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(markdown(found))
+        place.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def main() -> None:
+    print(markdown(study(PLACE, TASKS, lambda name: {", ".join(way): options_of(name, way) for way in WAYS})))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,12 @@ could reach at most.
 
 from __future__ import annotations
 
-import json
-import platform
-import sys
-import time
 from pathlib import Path
 
 import curvatures
 import torch
 import torch.nn.functional as F
-from curvatures import Numbers, Options, fit, run
+from curvatures import Numbers, Options, Results, fit, study
 from torch import nn
 
 import slangvi
@@ -54,7 +50,7 @@ def best(found: dict[str, dict[str, list[float]]], key: str) -> list[float] | No
     return min(values, key=lambda value: sign * value[0], default=None)
 
 
-def markdown(found: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+def markdown(found: Results) -> str:
     """The table of docs/settings.md."""
     lines = ["| run | defaults | the paper's curvature | tuned |", "|---|---:|---:|---:|"]
     for name, by_way in found.items():
@@ -67,30 +63,14 @@ def markdown(found: dict[str, dict[str, dict[str, list[float]]]]) -> str:
     return "\n".join(lines)
 
 
+def ways_of(name: str) -> dict[str, Options]:
+    """Options of a task by column."""
+    searched = () if name in LARGE else LEARNING_RATES
+    return {"defaults": {}, "paper": PAPER} | {f"lr {rate:g}": {"rank": 8, "lr": rate} for rate in searched}
+
+
 def main() -> None:
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    if PLACE.exists():  # finished tasks are kept
-        found = json.loads(PLACE.read_text(encoding="utf-8"))["results"]
-    only, begin = sys.argv[1:] or [""], time.perf_counter()
-    torch.set_num_threads(1)
-    for name, task in TASKS.items():
-        if name in found or not name.startswith(tuple(only)):
-            continue
-        ways: dict[str, Options] = {"defaults": {}, "paper": PAPER}
-        if name not in LARGE:
-            ways |= {f"lr {rate:g}": {"rank": 8, "lr": rate} for rate in LEARNING_RATES}
-        found[name] = {word: run(task, options) for word, options in ways.items()}
-        print(name, json.dumps(found[name]), flush=True)
-        record = {
-            "command": "python reproduction/benchmarks/defaults.py",
-            "seeds": list(curvatures.SEEDS),
-            "versions": {"slangvi": slangvi.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
-            "device": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "seconds of the last call": round(time.perf_counter() - begin),
-            "results": found,
-        }
-        PLACE.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    found = study(PLACE, TASKS, ways_of)
     print(markdown({name: found[name] for name in TASKS if name in found}))
 
 

@@ -242,13 +242,13 @@ class CurvatureSettings(GaussianSettings):
             return None
         return max(LEAST_ROWS, 2 * getattr(self, "rank", 0), FEW_ENTRIES // max(1, num_params))
 
-    def for_likelihood(self, likelihood: Likelihood | None) -> Self:
+    def for_likelihood(self, given: str | Likelihood | None) -> Self:
         """Return the settings with what "auto" stands for, given the likelihood that is known, if one is.
 
         A curvature that is left at "auto" is one of the likelihood, which decides by the number of outputs.
         """
         chosen: dict[str, Any] = {}
-        is_known = likelihood is not None and likelihood.gives_curvature and not getattr(self, "compile", False)
+        is_known = given is not None and likelihood_named(given).gives_curvature and not getattr(self, "compile", False)
         curvature = getattr(self, "curvature", "ef")
         if curvature == "auto" and not (is_known and getattr(self, "engine", None) != "dense"):
             chosen["curvature"] = curvature = "ef"

@@ -378,32 +378,37 @@ def test_draws_of_first_steps_are_whole_where_nothing_is_learnt(problem):
 # ---- a posterior that is known
 
 
-@pytest.mark.parametrize("interface", ["functions", "optimizer"])
-def test_linear_regression_has_its_exact_posterior(interface):
+def regression() -> tuple[nn.Module, Tensor, Tensor, Tensor, Tensor]:
+    """Return a linear model, inputs, targets of noise ½, and the exact posterior's means and standard deviations."""
     torch.manual_seed(0)
     x = torch.randn(60, 4, dtype=torch.float64) * torch.tensor([1.0, 3.0, 0.3, 1.0], dtype=torch.float64)
     y = x @ torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=torch.float64) + 0.5 * torch.randn(60, dtype=torch.float64)
     model = nn.Linear(4, 1, bias=False).double()
     exact = 4.0 * x.mT @ x + torch.eye(4, dtype=torch.float64)
     mean, sd = torch.linalg.solve(exact, 4.0 * x.mT @ y), exact.inverse().diagonal().sqrt()
-    likelihood, rows = Gaussian(4.0), y.unsqueeze(1)
+    return model, x, y.unsqueeze(1), mean, sd
 
-    def slow_end(step: int) -> float:
-        return 0.3 if step < 500 else 0.3 * 5 / (step - 495)
 
+def slow_end(step: int) -> float:
+    return 0.3 if step < 500 else 0.3 * 5 / (step - 495)
+
+
+@pytest.mark.parametrize("interface", ["functions", "optimizer"])
+def test_linear_regression_has_its_exact_posterior(interface):
+    (model, x, y, mean, sd), likelihood = regression(), Gaussian(4.0)
     if interface == "functions":
         own = {"num_data": 60, "rank": 4, "lr": slow_end, "precision_lr": 0.05, "mc_samples": 4}
         vi = slangvi.slang.build(likelihood.of(model), curvature="ggn", **own)
         state, generator = vi.init(dict(model.named_parameters())), torch.Generator().manual_seed(0)
         for _ in range(1000):
-            state, _ = vi.update(state, (x, rows), generator)
+            state, _ = vi.update(state, (x, y), generator)
         q = vi.posterior(state)
     else:
         own = {"num_data": 60, "rank": 4, "lr": 1.0, "precision_lr": 0.05}
         opt = slangvi.SLANG(model, curvature="ggn", likelihood=likelihood, **own)
         schedule = torch.optim.lr_scheduler.LambdaLR(opt, slow_end)
         for _ in range(1000):
-            train_once(opt, model, x, rows, lambda f, y: 2.0 * (f - y).square().mean())
+            train_once(opt, model, x, y, lambda f, y: 2.0 * (f - y).square().mean())
             schedule.step()
         q = opt.posterior
     assert float((q.variance.sqrt() / sd - 1).abs().max()) < 1e-3
@@ -412,21 +417,12 @@ def test_linear_regression_has_its_exact_posterior(interface):
 
 @pytest.mark.slow
 def test_linear_regression_has_its_exact_mean_after_many_draws():
-    torch.manual_seed(0)
-    x = torch.randn(60, 4, dtype=torch.float64) * torch.tensor([1.0, 3.0, 0.3, 1.0], dtype=torch.float64)
-    y = x @ torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=torch.float64) + 0.5 * torch.randn(60, dtype=torch.float64)
-    model = nn.Linear(4, 1, bias=False).double()
-    exact = 4.0 * x.mT @ x + torch.eye(4, dtype=torch.float64)
-    mean, sd = torch.linalg.solve(exact, 4.0 * x.mT @ y), exact.inverse().diagonal().sqrt()
-
-    def falling(step: int) -> float:
-        return 0.3 if step < 500 else 0.3 * 5 / (step - 495)
-
-    own = {"num_data": 60, "rank": 4, "lr": falling, "precision_lr": 0.05, "mc_samples": 4}
+    model, x, y, mean, sd = regression()
+    own = {"num_data": 60, "rank": 4, "lr": slow_end, "precision_lr": 0.05, "mc_samples": 4}
     vi = slangvi.slang.build(Gaussian(4.0).of(model), **own)  # curvature and projection are the default
     state, generator = vi.init(dict(model.named_parameters())), torch.Generator().manual_seed(0)
     for _ in range(6000):
-        state, _ = vi.update(state, (x, y.unsqueeze(1)), generator)
+        state, _ = vi.update(state, (x, y), generator)
     q = vi.posterior(state)
     assert float((q.variance.sqrt() / sd - 1).abs().max()) < 1e-3
     assert float(((q.loc - mean) / sd).abs().max()) < 0.02

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from slangvi import checks
-from slangvi.likelihoods import Likelihood, likelihood_named
+from slangvi.likelihoods import Likelihood
 from slangvi.memory.fake import fake_memory
 from slangvi.memory.step import CHECK, FIRST_UPDATE, FakePlans, FakeRun, Loss
 from slangvi.out_of_memory import human
@@ -155,7 +155,7 @@ def estimate_memory(
     settings: Any = CompiledOptimizerSettings(**options, likelihood=likelihood)  # asks for a likelihood where it must
     if interface == "functional":
         settings = CompiledSettings(**options, model=model)
-    settings = settings.for_likelihood(None if likelihood is None else likelihood_named(likelihood))
+    settings = settings.for_likelihood(likelihood)
     is_pair = isinstance(batch, tuple | list) and len(batch) > 1
     if interface == "functional" and settings.curvature != "ef" and not is_pair:
         raise ValueError(

@@ -230,8 +230,7 @@ class GaussianOptimizer(VariationalOptimizer[StateT, InfoT]):
     _writes_in_place = False  # whether it can write the new state over the old one
 
     def __init__(self, model: nn.Module, settings: CurvatureOptimizerSettings) -> None:
-        known = settings.likelihood
-        super().__init__(model, settings.for_likelihood(None if known is None else likelihood_named(known)))
+        super().__init__(model, settings.for_likelihood(settings.likelihood))
 
     @property
     def rank(self) -> int:

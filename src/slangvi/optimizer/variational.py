@@ -600,7 +600,7 @@ class VariationalOptimizer(Optimizer, ABC, Generic[StateT, InfoT]):
 
     @property
     def _fingerprint(self) -> str | None:
-        """What a checkpoint holds of a posterior as the prior; None where there is none."""
+        """Digest of the posterior that is the prior, by which files know it; None where there is none."""
         return None if self._hyper.posterior is None else self._hyper.prior().fingerprint
 
     def _exact(self) -> AbstractContextManager[Any]:
